@@ -106,6 +106,13 @@ class Table:
             yield group, first, place
 
     @property
+    def names(self) -> list[str]:
+        """Return the headings, each in one line, numbered where one comes again."""
+        found = [column.full for column in self.columns]
+        return [name + f" {found[:k].count(name) + 1}" * (name in found[:k])
+                for k, name in enumerate(found)]
+
+    @property
     def grouped(self) -> bool:
         """Return whether columns share a title."""
         return any(column.group for column in self.columns)
@@ -139,7 +146,7 @@ def spread(of: Callable[[Any], Sequence], form: str, group: str = "",
 
 @dataclass(frozen=True)
 class Notes:
-    """Notes under a heading; a note that begins with a word in capitals is a warning."""
+    """Notes under a heading; one that begins with words in capitals and a colon is a warning."""
 
     heading: str
     items: list[str] = field(default_factory=list)

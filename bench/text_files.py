@@ -65,7 +65,7 @@ def read_supplied(what: str, name: str) -> str:
                      f"a .toml file, or one of {', '.join(supplied)},")
 
 
-def read_described(what: str, name: str, kind: type, decode: Callable[[Any], Any],
+def read_described(what: str, name: str, kind: type, make: Callable[[Any], Any],
                    check: Callable[[Any], str] = lambda tree: "",
                    ignored: tuple[str, ...] = ()) -> Any:
     """Read what a supplied or a user's TOML file describes.
@@ -76,7 +76,7 @@ def read_described(what: str, name: str, kind: type, decode: Callable[[Any], Any
         As of `read_supplied`.
     kind : type of msgspec.Struct
         What the file describes; its fields are those of the file.
-    decode : callable
+    make : callable
         Makes one of the tree of the file.
     check : callable, optional
         Is given the tree of the file, and returns what is wrong with its values, or "".
@@ -90,17 +90,11 @@ def read_described(what: str, name: str, kind: type, decode: Callable[[Any], Any
     """
     text = read_supplied(what, name)
     try:
-        tree = {key: value for key, value in read_toml(text).items() if key not in ignored}
-        problem = _wrong_field(tree, kind) or check(tree)
-        if not problem:
-            return decode(tree)
-    except msgspec.ValidationError as error:
-        problem = _in_words(str(error))
-    except ValueError as error:    # no TOML
-        problem = str(error)
-    raise UsageError(f"{what} file {name}: {problem}" + (
-        f"; python -m bench plan --{what} help describes all" if "missing required" in problem
-        and what in ("machine", "model") else ""))
+        return decode(text, kind, make, check, ignored)
+    except ValueError as error:
+        raise UsageError(f"{what} file {name}: {error}" + (
+            f"; python -m bench plan --{what} help describes all" if what in ("machine", "model")
+            and "missing required" in str(error) else "")) from error
 
 
 def read_toml(text: str) -> dict[str, Any]:
@@ -111,13 +105,17 @@ def read_toml(text: str) -> dict[str, Any]:
         raise ValueError("too many lists or tables in each other") from error
 
 
-def decode(text: str, kind: type) -> Any:
-    """Decode TOML that describes a `kind`; ValueError names a wrong field, or line, in words."""
-    tree = read_toml(text)
-    if problem := _wrong_field(tree, kind):
+def decode(text: str, kind: type, make: Callable[[Any], Any] | None = None,
+           check: Callable[[Any], str] = lambda tree: "", ignored: tuple[str, ...] = ()) -> Any:
+    """Decode TOML that describes a `kind`; ValueError names a wrong field, or line, in words.
+
+    Parameters as of `read_described`.
+    """
+    tree = {key: value for key, value in read_toml(text).items() if key not in ignored}
+    if problem := _wrong_field(tree, kind) or check(tree):
         raise ValueError(problem)
     try:
-        return msgspec.convert(tree, kind)
+        return make(tree) if make else msgspec.convert(tree, kind)
     except msgspec.ValidationError as error:
         raise ValueError(_in_words(str(error))) from error
 

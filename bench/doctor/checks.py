@@ -1,5 +1,6 @@
 """Check this environment for ``bench doctor``: each check makes a `Finding` from the `Facts`."""
 
+import functools
 import os
 import platform
 import shlex
@@ -86,11 +87,11 @@ def launcher(facts: Facts) -> Finding:
 
 def needs_world(check: Callable[[Facts], Finding]) -> Callable[[Facts], Finding]:
     """Wrap a check so that it is skipped unless the launcher has started one world."""
+    @functools.wraps(check)
     def checked(facts: Facts) -> Finding:
         if not facts.world:
             return Finding(check.__name__, SKIPPED, "not known, as the launcher failed")
         return check(facts)
-    checked.__name__, checked.__doc__ = check.__name__, check.__doc__
     return checked
 
 
@@ -98,8 +99,9 @@ def needs_world(check: Callable[[Facts], Finding]) -> Callable[[Facts], Finding]
 def nodes(facts: Facts) -> Finding:
     """Check the number of ranks on each node."""
     counts = {rank["node"]: rank["ranks_on_node"] for rank in facts.world}
-    text = (f"{len(counts)} node{'s' * (len(counts) > 1)} with "
-            f"{', '.join(map(str, sorted(set(counts.values()))))} ranks")
+    sizes = sorted(set(counts.values()))
+    text = (f"{len(counts)} node{'s' * (len(counts) > 1)} with {', '.join(map(str, sizes))} rank"
+            f"{'s' * (sizes != [1])}")
     if facts.ranks_per_node and max(counts.values()) > facts.ranks_per_node:
         return Finding("nodes", FAILED, f"{text}, where at most {facts.ranks_per_node} are wanted")
     return Finding("nodes", OK, text)

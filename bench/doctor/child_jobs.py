@@ -4,6 +4,7 @@ Only ranks can see some of them, so a child job (`bench.doctor.census`) reports 
 limit.  It may hang or crash without taking the doctor with it.
 """
 
+import contextlib
 import json
 import re
 import shlex
@@ -132,13 +133,20 @@ class Facts:
                               for end in ("out", "err", "status"))
         except OSError as error:
             return [], f"was not started: {error.filename}: {error.strerror}"
+        if not text.strip():
+            return parse_reports(out), "left no status, as on a full disk"
         status = None if text.strip() == TIMED_OUT else int(text)
         return parse_reports(out), describe_failure(status, err, self.limit)
 
 
 def parse_reports(out: str) -> list[Any]:
-    """Return the report of each world from the output of a child job."""
-    return [json.loads(line.partition(MARK)[2]) for line in out.splitlines() if MARK in line]
+    """Return the report of each world from the output of a child job, but those cut short."""
+    found = []
+    for line in out.splitlines():
+        if MARK in line:
+            with contextlib.suppress(ValueError):
+                found.append(json.loads(line.partition(MARK)[2]))
+    return found
 
 
 def describe_failure(status: int | None, output: str, limit: float) -> str:

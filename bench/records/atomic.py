@@ -72,36 +72,17 @@ def replace(path: str | os.PathLike, data: str | bytes | memoryview, mode: int =
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
-def probe_folder(folder: Path) -> None:
-    """Check that files can be written in an existing folder, by writing one.
-
-    Raises
-    ------
-    OSError
-        When they cannot.
-    """
-    path = folder / f".probe-{secrets.token_hex(4)}"
-    try:
-        with open(path, "xb") as file:
-            file.write(b"0")
-    finally:
-        path.unlink(missing_ok=True)
-
-
 def remove_parts(folder: Path) -> None:
     """Delete the parts that killed calls of `replace` have left in a folder.
 
-    Parts that are locked stay, since their writers are at work; where files cannot be locked, all
-    stay.
+    Parts that are locked stay, since their writers are at work, and so do those of other users;
+    where files cannot be locked, all stay.
     """
     for path in folder.glob(f"*-{'[0-9a-f]' * 8}*.part"):
-        with contextlib.suppress(FileNotFoundError):    # its writer has just come to its end
+        with contextlib.suppress(OSError):
             descriptor = os.open(path, os.O_RDWR)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                continue
-            else:
                 path.unlink()
             finally:
                 os.close(descriptor)

@@ -3,6 +3,7 @@
 import os
 import re
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Iterable
 
@@ -18,6 +19,9 @@ Key = tuple[str, str, int]  # table, scheme, ranks
 # Settings of how long a measurement took, not of its subject.
 EFFORT = {"seed", "order", "warmup", "repetitions", "max_repetitions", "max_seconds", "width",
           "calls", "ended_by", "dilation"}
+# The environment that runs of the same code on the same machine share.
+SAME = ("git_commit", "cpu_model", "cores", "mpi", "blas", "backend", "numpy_version",
+        "emulated_cluster")
 
 
 @dataclass(frozen=True)
@@ -32,15 +36,9 @@ class Results:
     cluster : str
         The emulated cluster of its rows if the same preset, variant and policy was also measured
         elsewhere; otherwise empty.
-    runs : dict
-        The latest run of each row, by (table, scheme, ranks).
-    equal : dict
-        The latest run of each row that was measured with another row's batch, by
-        ((table, scheme, ranks), scheme of the other row).
     history : dict
-        All runs of each row, oldest first, by the same key, whose scheme may be "".
-    earlier : int
-        Number of runs left out because a later one of the same row is shown.
+        All runs of each row, oldest first, by ((table, scheme, ranks), scheme of the row whose
+        batch it was measured with, "" for its own).
     overridden : int
         Number of runs left out because their sizes were given by hand.
     """
@@ -49,11 +47,23 @@ class Results:
     variant: Variant = Variant()
     recompute: str = ""
     cluster: str = ""
-    runs: dict[Key, Run] = field(default_factory=dict)
-    equal: dict[tuple[Key, str], Run] = field(default_factory=dict)
     history: dict[tuple[Key, str], list[Run]] = field(default_factory=dict)
-    earlier: int = 0
     overridden: int = 0
+
+    @cached_property
+    def runs(self) -> dict[Key, Run]:
+        """The latest run of each row, by (table, scheme, ranks)."""
+        return {key: runs[-1] for (key, like), runs in self.history.items() if not like}
+
+    @cached_property
+    def equal(self) -> dict[tuple[Key, str], Run]:
+        """The latest run of each row with another row's batch, by the keys of `history`."""
+        return {key: runs[-1] for key, runs in self.history.items() if key[1]}
+
+    @property
+    def earlier(self) -> int:
+        """The number of runs left out because a later one of the same row is shown."""
+        return sum(len(runs) - 1 for runs in self.history.values())
 
     @property
     def title(self) -> str:
@@ -101,7 +111,7 @@ class Results:
         For a variant, only rows that were run.
         """
         known = select_rows(table)
-        keys = {(row.table, row.scheme, row.gpus) for row in known}
+        keys = {row.key for row in known}
         if not self.plain:
             known = [row for row in known if self.get(row)]
         rows = known + [unpublished_row(*key) for key in sorted(self.runs.keys() - keys)
@@ -221,16 +231,12 @@ def results_by_preset(runs: list[Run]) -> list[Results]:
 
 def latest_rows(preset: str, variant: Variant, recompute: str, cluster: str,
                 runs: list[Run]) -> Results:
-    """Keep the latest run of each row; `runs` are in the order of their making."""
-    rows = [(*row_of(run), run) for run in runs if not run.configuration["overridden"]]
-    plain = {key: run for key, like, run in rows if not like}
-    equal = {(key, like): run for key, like, run in rows if like}
+    """Group runs by their rows; `runs` are in the order of their making."""
+    kept = [run for run in runs if not run.configuration["overridden"]]
     history: dict[tuple[Key, str], list[Run]] = {}
-    for key, like, run in rows:
-        history.setdefault((key, like or ""), []).append(run)
-    return Results(preset, variant, recompute, cluster, plain, equal, history,
-                   earlier=len(rows) - len(plain) - len(equal),
-                   overridden=len(runs) - len(rows))
+    for run in kept:
+        history.setdefault(row_of(run), []).append(run)
+    return Results(preset, variant, recompute, cluster, history, len(runs) - len(kept))
 
 
 def presets_with_several_policies(runs: list[Run]) -> set[tuple[str, Variant]]:
@@ -249,15 +255,15 @@ def policy_of(run: Run) -> str:
     return str(run.configuration.get("recompute", "none"))
 
 
-def row_of(run: Run) -> tuple[Key, str | None]:
-    """Return the run's row of the tables, and the scheme whose batch it has, if another's."""
+def row_of(run: Run) -> tuple[Key, str]:
+    """Return the run's row of the tables, and the scheme whose batch it has, "" for its own."""
     chosen = run.configuration
-    return (chosen["table"], chosen["scheme"], run.ranks), chosen.get("equal_tokens") or None
+    return (chosen["table"], chosen["scheme"], run.ranks), str(chosen.get("equal_tokens", ""))
 
 
 def natural_key(text: str) -> list[tuple[int, str]]:
     """Return the sort key of `text` by which 8 comes before 16."""
-    return [(int(word), "") if word.isdigit() else (-1, word)
+    return [(int(word), "") if word.isdecimal() else (-1, word)
             for word in re.split(r"(\d+)", text) if word]
 
 

@@ -12,6 +12,7 @@ import errno
 import fcntl
 import json
 import os
+import tempfile
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -258,7 +259,8 @@ def check_folder(folder: str | os.PathLike, option: str = "--out", keep: bool = 
         made = [one for one in (folder, *folder.parents) if not one.exists()]
         folder.mkdir(parents=True, exist_ok=True)
         atexit.register(_remove_empty, [] if keep else made)
-        atomic.probe_folder(folder)
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".probe-") as file:
+            file.write(b"0")
     except OSError as error:
         raise StoreError(f"{option}'s folder {folder} cannot be written ({error.strerror}): name "
                          f"another with {option}") from error

@@ -12,7 +12,7 @@ import numpy as np
 from bench.errors import StoreError
 from bench.records import atomic
 from bench.records.measurements import Measurements
-from bench.records.run_file import DAMAGE, SCHEMA, UNLIKE, open_file, parse_run
+from bench.records.run_file import DAMAGE, SCHEMA, SUFFIX, UNLIKE, open_file, parse_run
 
 FORMAT = "mm3d runs"
 
@@ -95,9 +95,12 @@ def merge_files(paths: list[Path], target: Path, anew: bool = False) -> tuple[in
     Raises
     ------
     StoreError
-        When there are no runs, or `target` exists already and is not to be made `anew`, or cannot
-        be written; no file is changed then.
+        When there are no runs, or `target` is named otherwise than files that are read, or exists
+        already and is not to be made `anew`, or cannot be written; no file is changed then.
     """
+    if target.suffix != SUFFIX:
+        raise StoreError(f"{target} would not be read with its folder, as its name does not end "
+                         f"in {SUFFIX}: {target.name}{SUFFIX} would do")
     image, written, problems = io.BytesIO(), {}, []
 
     def add(path: Path, place: str, group: h5py.Group) -> None:
@@ -125,7 +128,6 @@ def merge_files(paths: list[Path], target: Path, anew: bool = False) -> tuple[in
         if not written:
             raise StoreError("\n".join([f"there are no runs to merge into {target}: name files "
                                         f"that have some", *problems]))
-        count = len(made["runs"])
     try:
         (atomic.replace if anew else atomic.create)(target, image.getbuffer())
     except FileExistsError as error:
@@ -136,7 +138,7 @@ def merge_files(paths: list[Path], target: Path, anew: bool = False) -> tuple[in
     except OSError as error:
         raise StoreError(f"{target} could not be written ({error.strerror}); nothing was "
                          f"changed") from error
-    return count, problems
+    return len(written), problems
 
 
 def copy_run(source: h5py.Group, made: h5py.File, name: str, place: str) -> None:

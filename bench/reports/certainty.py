@@ -1,15 +1,16 @@
-"""Report how certain the measured figures are: confidence intervals and tests."""
+"""Report how certain the figures of runs are: confidence intervals, tests, which run it was."""
 
-from typing import Sequence
+from typing import Callable, Sequence
 
 import numpy as np
 
 from bench.cases.paper import Row, title
+from bench.cases.variants import recorded_variant
 from bench.instruments import step_seconds
-from bench.records.folder import is_crowded
+from bench.records.folder import is_crowded, policy_of, row_of
 from bench.records.model_run import Run
 from bench.records.notes import counted
-from bench.document import Cell, Column, Number, Rows, Table, number_cell
+from bench.document import Column, Number, Table, make_table, number_cell, spread
 from bench.statistics import CONFIDENCE, Interval, median_interval, rank_sum_p
 from mm3d.tracing.events import PHASES
 
@@ -24,21 +25,35 @@ def certainty_table(heading: str, rows: Sequence[Row], runs: Sequence[Run | None
 
     It also states the limit that ended the repetitions, and how the model was verified.
     """
-    lines: Rows = []
-    for row, run in zip(rows, runs):
-        if run is None:
-            continue
-        crowd = run.environment["ranks_per_core"]
-        cells: list[Cell] = [title(row.scheme), row.gpus, number_cell(crowd, "g"),
-                             len(run.times["forward"])]
-        for phase in PHASES:
-            cells += interval_cells(median_interval(step_seconds.slowest(run.times[phase])))
-        lines.append([*cells, run.ended_by, verified_by(run)])
-    bounds = [Column(*head, phase) for phase in PHASES
-              for head in (("low", "(s)"), ("high", "(s)"), ("width", ""))]
-    first = [Column(name) for name in ("scheme", "ranks", "a core", "n")]
-    return Table(f"{heading}: 95 % confidence intervals of the medians",
-                 [*first, *bounds, Column("ended by"), Column("verified by")], lines)
+    def bounds(phase: str) -> Callable[[tuple[Row, Run]], list[Number]]:
+        return lambda one: interval_cells(median_interval(step_seconds.slowest(
+            one[1].times[phase])))
+    columns = [
+        Column("scheme", of=lambda one: title(one[0].scheme)),
+        Column("ranks", of=lambda one: one[0].gpus),
+        Column("a core", of=lambda one: float(one[1].environment["ranks_per_core"]), form="g"),
+        Column("n", of=lambda one: len(one[1].times["forward"])),
+        *(column for phase in PHASES for column in spread(
+            bounds(phase), "", phase, ("low", "high", "width"), ("(s)", "(s)"))),
+        Column("ended by", of=lambda one: one[1].ended_by),
+        Column("verified by", of=lambda one: verified_by(one[1]))]
+    return make_table(f"{heading}: 95 % confidence intervals of the medians", columns,
+                      [(row, run) for row, run in zip(rows, runs) if run])
+
+
+def run_name(run: Run) -> str:
+    """Name the row of a run with all that tells it from others: variant, batch, policy, sizes."""
+    chosen = run.configuration
+    name = (f"{chosen['table']} {title(chosen['scheme'])} {run.ranks} ranks, {chosen['preset']}"
+            f"{recorded_variant(chosen).label}")
+    if like := row_of(run)[1]:
+        name += f", batch of {title(like)}"
+    if (again := policy_of(run)) != "none":
+        name += f", recompute {again}"
+    if chosen["overridden"]:
+        name += ", with " + " ".join(f"{word} {chosen.get(word)}"
+                                     for word in chosen["overridden"].split())
+    return name
 
 
 def verified_by(run: Run) -> str:

@@ -5,17 +5,17 @@ fewer than three runs a side only medians are shown; from three on differences a
 """
 
 from dataclasses import dataclass, replace
-from typing import Sequence
+from typing import Callable, Sequence
 
 import numpy as np
 
 from bench.cases.variants import recorded_variant
 from bench.errors import UsageError
-from bench.records.folder import EFFORT, is_crowded
+from bench.records.folder import EFFORT, SAME, is_crowded
 from bench.reports.certainty import SIGNIFICANT
 from bench.reports.comparison_sides import (Cases, abbreviate, common_cases, name_cases,
                                             read_cases, shorten_names)
-from bench.document import Column, Notes, Part, Table, number_cell
+from bench.document import Column, Notes, Part, Table, make_table, spread
 from bench.statistics import Difference, compare_runs
 
 MIN_RUNS = 3    # runs of each side that a verdict needs
@@ -23,8 +23,7 @@ MIN_RUNS = 3    # runs of each side that a verdict needs
 IGNORED_SETTINGS = {"command", "clock_resolution_s", "clock_offset_error_s", "git_clean"} | (
     EFFORT - {"seed"})
 # Settings that the runs of one side should have in common.
-SIDE_SETTINGS = ("git_commit", "cpu_model", "cores", "mpi", "blas", "backend", "numpy_version",
-                 "transport", "emulated_cluster")
+SIDE_SETTINGS = (*SAME, "transport")
 
 
 @dataclass(frozen=True)
@@ -132,24 +131,18 @@ def judge_cases(first: Cases, second: Cases, common: list[str]) -> list[CaseVerd
 
 def verdict_table(verdicts: list[CaseVerdict]) -> Table:
     """Make the table of verdicts; without tested cases, of medians and their ratios alone."""
-    tested = any(one.difference for one in verdicts)
-    rows = []
-    for one in verdicts:
-        cells = [one.name, *map(number_cell, one.medians), *one.runs,
-                 number_cell(one.ratio, ".3f")]
-        if one.difference:
-            cells += [number_cell(value, ".3f")
-                      for value in (one.difference.low, one.difference.high)]
-            cells += [number_cell(one.difference.p, ".2g"), one.word]
-        elif tested:
-            cells += [number_cell(np.nan)] * 3 + [one.word]
-        rows.append(cells)
-    columns = [Column("", "case"), Column("A", "(s)", "median"), Column("B", "(s)", "median"),
-               Column("A", "", "runs"), Column("B", "", "runs"), Column("B / A", "", "ratio")]
-    if tested:
-        columns += [Column("low", "95 %", "ratio"), Column("high", "95 %", "ratio"),
-                    Column("p", "corrected"), Column("B is")]
-    return Table("Times of B over those of A", columns, rows)
+    def of_test(name: str) -> Callable[[CaseVerdict], float]:
+        return lambda one: getattr(one.difference, name) if one.difference else np.nan
+    columns = [Column("", "case", of=lambda one: one.name),
+               *spread(lambda one: one.medians, ".4g", "median", "AB", ("(s)", "(s)")),
+               *spread(lambda one: one.runs, "d", "runs", "AB"),
+               Column("B / A", "", "ratio", of=lambda one: one.ratio, form=".3f")]
+    if any(one.difference for one in verdicts):
+        columns += [Column("low", "95 %", "ratio", of=of_test("low"), form=".3f"),
+                    Column("high", "95 %", "ratio", of=of_test("high"), form=".3f"),
+                    Column("p", "corrected", of=of_test("p"), form=".2g"),
+                    Column("B is", of=lambda one: one.word)]
+    return make_table("Times of B over those of A", columns, verdicts)
 
 
 def comparison_notes(first: Cases, second: Cases, common: list[str],

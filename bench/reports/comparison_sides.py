@@ -12,13 +12,12 @@ from typing import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from bench.cases.paper import title
-from bench.cases.variants import recorded_variant
 from bench.errors import StoreError, UsageError
 from bench.instruments import step_seconds
 from bench.records.folder import EFFORT, natural_key, read_runs
 from bench.records.measurements import Measurements, Setting
 from bench.records.model_run import Run
+from bench.reports.certainty import run_name
 
 # Settings of a run's work, the same in all runs of a case. Differences in others become notes.
 WORK_SETTINGS = ("layers", "hidden", "heads", "batch", "seq", "mlp_factor", "causal", "dtype",
@@ -88,17 +87,7 @@ def name_cases(*sides: ByTransport) -> list[Cases]:
 
 def model_cases(run: Run) -> Iterator[tuple[str, Timed]]:
     """Return the case of a row of the tables, with the times of whole steps."""
-    chosen = run.configuration
-    name = (f"{chosen['table']} {title(chosen['scheme'])} {run.ranks} ranks, {chosen['preset']}"
-            f"{recorded_variant(chosen).label}")
-    if chosen.get("equal_tokens"):
-        name += f", batch of {title(chosen['equal_tokens'])}"
-    if (again := chosen.get("recompute", "none")) != "none":
-        name += f", recompute {again}"
-    if chosen["overridden"]:
-        name += ", with " + " ".join(f"{word} {chosen.get(word)}"
-                                     for word in chosen["overridden"].split())
-    yield name, Timed(step_seconds.step_times(run.times, 1), run)
+    yield run_name(run), Timed(step_seconds.step_times(run.times, 1), run)
 
 
 def benchmark_points(record: Measurements) -> Iterator[tuple[str, Timed]]:
@@ -111,17 +100,15 @@ def benchmark_points(record: Measurements) -> Iterator[tuple[str, Timed]]:
         if "edge" in dims:    # when each rank began and ended, from the first one's start
             values = values.take(-1, dims.index("edge"))
             dims.remove("edge")
-        order = [dim for dim in dims if dim not in ("repetition", "rank")]
-        order += [dim for dim in ("repetition", "rank") if dim in dims]
-        values = values.transpose([dims.index(dim) for dim in order])
         if "rank" in dims:
-            values = np.fmax.reduce(values, axis=-1)
-            order.remove("rank")
+            values = np.fmax.reduce(values, axis=dims.index("rank"))
+            dims.remove("rank")
+        values = np.moveaxis(values, dims.index("repetition"), -1)
+        dims.remove("repetition")
         for place in np.ndindex(values.shape[:-1]):
-            where = " ".join(f"{dim} {record.scales[dim][k]}"
-                             for dim, k in zip(order, place))
+            where = " ".join(f"{dim} {record.scales[dim][k]}" for dim, k in zip(dims, place))
             samples = values[place][np.isfinite(values[place])]
-            if samples.size:
+            if samples.size and np.median(samples) > 0:    # by no time nothing can be divided
                 yield f"{record.kind} {where}" + f", {what}" * bool(what), Timed(samples, record)
 
 

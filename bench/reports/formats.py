@@ -175,14 +175,13 @@ def format_csv(parts: list[Part]) -> str:
     The first column is the table's title; cells of columns that a table lacks are empty.
     """
     tables = [part for part in parts if isinstance(part, Table)]
-    names = ["table", *dict.fromkeys(column.full for table in tables for column in table.columns)]
+    names = ["table", *dict.fromkeys(name for table in tables for name in table.names)]
     out = io.StringIO()
     writer = csv.DictWriter(out, names, lineterminator="\n")
     writer.writeheader()
     for table in tables:
         for row in table.rows:
-            writer.writerow({"table": table.title} | dict(zip(
-                (column.full for column in table.columns), map(_in_full, row))))
+            writer.writerow({"table": table.title} | dict(zip(table.names, map(_in_full, row))))
     return out.getvalue().rstrip("\n")
 
 
@@ -191,8 +190,7 @@ def format_json(parts: list[Part]) -> str:
     found: list[dict] = []
     for part in parts:
         if isinstance(part, Table):
-            names = [column.full for column in part.columns]
-            found.append({"table": part.title, "columns": names, "rows": [
+            found.append({"table": part.title, "columns": part.names, "rows": [
                 [cell if not isinstance(cell, Number) else
                  cell.value if math.isfinite(cell.value) else None for cell in row]
                 for row in part.rows]})

@@ -46,7 +46,7 @@ def compare_predictions(machine: Machine, found: Sequence[Measured]) -> list[Par
     """
     known = [one for one in found if one.dtype in machine.gemm_rate]
     own = [one for one in known if one.matches(machine)]
-    left = [f"{count} runs of {what} left out" for count, what in (
+    left = [f"{count} run{'s' * (count > 1)} of {what} left out" for count, what in (
         (len(known) - len(own), "other numbers of ranks or another transport"),
         (len(found) - len(known), "dtypes without a rate of products")) if count]
     parts: list[Part] = [machine.about]

@@ -179,10 +179,12 @@ def merit_document(path: str | Path) -> list[Part]:
     StoreError
         When there is no run of a model.
     """
-    runs = [run for run in read_runs(path)[0] if isinstance(run, Run)]
-    if not runs:
-        raise StoreError(f"no run of a model in {path}: the microbenchmarks have no parts")
-    return [part for run in runs for part in run_parts(run)]
+    found, problems = read_runs(path)
+    parts = [part for run in found if isinstance(run, Run) for part in run_parts(run)]
+    if not parts:
+        raise StoreError("\n".join([
+            f"no run of a model in {path}: the microbenchmarks have no parts", *problems]))
+    return parts + [Notes("Left out:", problems)] * bool(problems)
 
 
 def run_parts(run: Run) -> list[Part]:

@@ -1,7 +1,7 @@
 """Make tables of figures of merit, and of bytes on the wire, with a line for each row."""
 
 import math
-from typing import Iterable, Sequence
+from typing import Callable, Iterable, Sequence
 
 from bench.cases.paper import HEADINGS, Row, title
 from bench.records.folder import Results, policy_of, row_of
@@ -9,37 +9,37 @@ from bench.records.model_run import Run
 from bench.records.notes import words_note
 from bench.reports import merit, time_parts
 from bench.reports.emulated import describe_clusters
-from bench.document import (Cell, Column, Notes, Number, Part, Rows, Table,
+from bench.document import (Cell, Column, Notes, Number, Part, Rows, Table, make_table,
                             number_cell)
 from mm3d.tracing.events import PHASES
 
 
 def merit_table(heading: str, rows: Sequence[Row], runs: Sequence[Run | None]) -> Table:
     """Make the table of throughput, utilization, words and memory; "-" if not recorded."""
-    lines: Rows = []
-    for row, run in zip(rows, runs):
-        if run is None:
-            continue
-        tokens, rate = merit.throughput(run)
-        words = run.traffic["words"].sum() / run.ranks
-        peak_rate = time_parts.recorded_number(run, "machine", "gemm_together")
-        expected = time_parts.recorded_number(run, "memory", "expected_pool_peak")
-        lines.append([title(row.scheme), row.gpus, _rounded(tokens), _rounded(rate / 1e9),
-                      _rounded(100 * rate / peak_rate),
-                      _rounded(words / 1e6), _rounded(run.expected_words.sum() / run.ranks / 1e6),
-                      _rounded(run.traffic["bytes"].sum() / run.ranks / 1e6),
-                      merit.transport_name(run), _rounded(merit.moved_words(run).sum() / 1e6),
-                      _rounded(most_bytes(run, "pool_peak") / 2 ** 20),
-                      _rounded(expected / 2 ** 20)])
-    words, peak = "counted a rank, bucket algorithm", "peak memory of a rank"
-    moved = "moved a rank"
-    return Table(f"{heading}: figures of merit", [
-        Column("scheme"), Column("ranks"), Column("tokens", "a second"),
-        Column("useful", "GFLOP/s a rank"), Column("of the", "peak (%)"),
-        Column("words", "(millions)", words), Column("closed form", "(millions)", words),
-        Column("MB", "", words), Column("by", "transport", moved),
-        Column("words", "(millions)", moved), Column("measured", "(MiB)", peak),
-        Column("dry run", "(MiB)", peak)], lines)
+    words, moved, peak = ("counted a rank, bucket algorithm", "moved a rank",
+                          "peak memory of a rank")
+
+    def column(name: str, unit: str, group: str, of: Callable[[Run], float]) -> Column:
+        return Column(name, unit, group, of=lambda one: _rounded(of(one[1])))
+    columns = [
+        Column("scheme", of=lambda one: title(one[0].scheme)),
+        Column("ranks", of=lambda one: one[0].gpus),
+        column("tokens", "a second", "", lambda run: merit.throughput(run)[0]),
+        column("useful", "GFLOP/s a rank", "", lambda run: merit.throughput(run)[1] / 1e9),
+        column("of the", "peak (%)", "", lambda run: 100 * merit.throughput(run)[1]
+               / time_parts.recorded_number(run, "machine", "gemm_together")),
+        column("words", "(millions)", words,
+               lambda run: run.traffic["words"].sum() / run.ranks / 1e6),
+        column("closed form", "(millions)", words,
+               lambda run: run.expected_words.sum() / run.ranks / 1e6),
+        column("MB", "", words, lambda run: run.traffic["bytes"].sum() / run.ranks / 1e6),
+        Column("by", "transport", moved, of=lambda one: merit.transport_name(one[1])),
+        column("words", "(millions)", moved, lambda run: merit.moved_words(run).sum() / 1e6),
+        column("measured", "(MiB)", peak, lambda run: most_bytes(run, "pool_peak") / 2 ** 20),
+        column("dry run", "(MiB)", peak, lambda run: time_parts.recorded_number(
+            run, "memory", "expected_pool_peak") / 2 ** 20)]
+    return make_table(f"{heading}: figures of merit", columns,
+                      [(row, run) for row, run in zip(rows, runs) if run])
 
 
 def merit_notes(runs: Sequence[Run]) -> list[str]:
@@ -61,16 +61,21 @@ def merit_notes(runs: Sequence[Run]) -> list[str]:
 def recomputation_notes(runs: Iterable[Run]) -> list[str]:
     """Name the rows with recomputation and their policies, in a note; none if no row has one."""
     found: dict[str, list[str]] = {}
-    for (table, scheme, ranks), like, run in sorted(
-            ((*row_of(run), run) for run in runs), key=lambda one: (one[0], one[1] or "")):
-        batch = f" with the batch of {title(like)}" if like else ""
-        found.setdefault(policy_of(run), []).append(f"{table} {title(scheme)} {ranks}{batch}")
+    for run in sorted(runs, key=row_of):
+        found.setdefault(policy_of(run), []).append(row_name(run))
     if set(found) <= {"none"}:
         return []
     rows = "; ".join(f"{name}: {'all rows' if len(found) == 1 else ', '.join(names)}"
                      for name, names in found.items())
     return [f"Recomputed in backward, which times, words and memory show and useful operations "
             f"do not: {rows}."]
+
+
+def row_name(run: Run) -> str:
+    """Name the row of a run, with the scheme whose batch it has if that is another's."""
+    (table, scheme, ranks), like = row_of(run)
+    return f"{table} {title(scheme)} {ranks}" + (
+        f" with the batch of {title(like)}" if like else "")
 
 
 def most_bytes(run: Run, name: str) -> float:

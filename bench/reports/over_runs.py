@@ -10,14 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from bench.cases.paper import Row
-from bench.records.folder import EFFORT, Results
+from bench.records.folder import EFFORT, Results, SAME
 from bench.records.model_run import Run
 from bench.statistics import geometric_mean_interval
 
 MIN_RUNS = 3    # least pairs of runs for a confidence interval
-# The environment that runs of the same code on the same machine share.
-SAME = ("git_commit", "cpu_model", "cores", "mpi", "blas", "backend", "numpy_version",
-        "emulated_cluster")
 NOTE = ("Speed-ups of several runs of both rows (repeat the command with the same --out) are "
         "geometric means of the quotients of their runs, the latest with the latest, and so on "
         "back, as far as settings, commit, machine and libraries are those of the latest. From "

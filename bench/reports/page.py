@@ -5,19 +5,18 @@ import re
 from collections import Counter
 from pathlib import Path
 
-from bench.cases.paper import title
 from bench.records import atomic
-from bench.records.folder import FolderContents, read_folder, natural_key
+from bench.records.folder import FolderContents, natural_key, read_folder
 from bench.records.measurements import Measurements
 from bench.records.model_run import Run
 from bench.reports import merit
+from bench.reports.certainty import run_name
 from bench.document import Notes, Part, Table
 from bench.reports.figures.every_figure import make_drawings
 from bench.reports.figures.style import LeftOut, draw_image
 from bench.reports.paper_tables import make_document
 
-# Notes that begin with one or more words in capitals.
-WARNING = re.compile(r"[A-Z][A-Z ]+:")
+WARNING = re.compile(r"[A-Z][A-Z ]+(\([^)]*\))?:")    # begins such a note, perhaps with a reason
 
 
 def write_page(folder: str | Path, out: str | Path | None = None) -> Path:
@@ -26,7 +25,7 @@ def write_page(folder: str | Path, out: str | Path | None = None) -> Path:
     Parameters
     ----------
     out : path, optional
-        The page; by default ``report.html`` in `folder`.
+        The page; by default ``report.html`` in `folder`, or beside the file.
 
     Raises
     ------
@@ -36,7 +35,7 @@ def write_page(folder: str | Path, out: str | Path | None = None) -> Path:
         When the page cannot be written.
     """
     found = read_folder(folder)
-    path = Path(out) if out else Path(folder) / "report.html"
+    path = Path(out) if out else found.folder / "report.html"
     atomic.replace(path, render_page(found))
     return path
 
@@ -97,7 +96,6 @@ def summarize_environments(runs: list[Measurements]) -> dict[str, list[str]]:
 
 def run_summary(run: Measurements) -> tuple[str, str, str]:
     """Return the creation time of a run, its name, and its command."""
-    chosen = run.configuration
-    what = (f"{chosen['table']} {title(chosen['scheme'])} {run.ranks} ranks, {chosen['preset']}"
-            if isinstance(run, Run) else " ".join(filter(None, (run.kind, chosen.get("table")))))
+    what = run_name(run) if isinstance(run, Run) else " ".join(filter(None, (
+        run.kind, run.configuration.get("table"))))
     return run.created, what, str(run.environment.get("command", ""))

@@ -10,8 +10,8 @@ from bench.cases.paper import BASELINES, HEADINGS, PROPOSED, Row, load_tables, t
 from bench.cases.selection import select_rows
 from bench.cases.variants import recorded_variant
 from bench.instruments import step_seconds
-from bench.records.folder import (FolderContents, Results, is_crowded, most_oversubscribed,
-                                  share_cores)
+from bench.records.folder import (FolderContents, Key, Results, is_crowded, most_oversubscribed,
+                                  row_of, share_cores)
 from bench.records.schema import UNKNOWN
 from bench.records.model_run import Run
 from bench.records.notes import counted, describe_cluster, describe_libraries, split_checks
@@ -22,7 +22,6 @@ from mm3d.tracing.events import PHASES
 
 NOT_PUBLISHED = ("Not published: the paper has no such row. Its sizes are those of the row of "
                  "its table with the nearest number of ranks; of several, with the largest batch.")
-Key = tuple[str, str, int]    # a row: its table, scheme and ranks
 
 
 def make_document(found: FolderContents) -> list[Part]:
@@ -148,13 +147,10 @@ def measured_notes(results: Results) -> list[str]:
                      f"cores, with up to {most.ranks} ranks on {most.environment['cores']} cores. "
                      f"The ranks take turns, so more ranks cannot be faster; such times compare "
                      f"the total work, copying and waiting of the schemes, nothing else.")
-    differ = [_title(key) for key, run in results.runs.items() if not words_agree(run)]
-    differ += [f"{_title(key)} with the batch of {title(like)}"
-               for (key, like), run in results.equal.items() if not words_agree(run)]
+    differ = [merit_rows.row_name(run) for run in runs if not words_agree(run)]
     if differ:
         notes.append(f"The words counted differ from the closed form in: {', '.join(differ)}.")
-    missing = [_title((row.table, row.scheme, row.gpus)) for row in load_tables().rows
-               if results.get(row) is None]
+    missing = [_title(row.key) for row in load_tables().rows if results.get(row) is None]
     if missing and results.plain:
         notes.append(f"Missing, {len(missing)} of {len(load_tables().rows)} rows: "
                      f"{', '.join(missing)}.")
@@ -211,28 +207,29 @@ def verified_notes(runs: Sequence[Run]) -> list[str]:
 
 def machine_notes(results: Results) -> list[str]:
     """Describe the environments of the runs, and their rows if there are several environments."""
-    found: dict[str, list[Key]] = {}
-    for key, run in sorted(results.runs.items()):
+    found: dict[str, dict[Key, None]] = {}
+    for run in sorted(results.shown_runs(), key=row_of):
         env = run.environment
-        unclear = env["git_clean"] or env["git_commit"] == UNKNOWN
-        commit = env["git_commit"][:12] + ("" if unclear else " with changes")
+        changed = not env["git_clean"] and env["git_commit"] != UNKNOWN
+        commit = env["git_commit"][:12] + " with changes" * changed
         cluster = describe_cluster(env)
         about = (f"{env['cpu_model']}, {env['cores']} cores; {cluster}{'; ' * bool(cluster)}"
                  f"{env['mpi']}; "
                  f"{describe_libraries(env, 'with {} kernels')}, "
                  f"{counted(env['blas_threads'], 'thread')} a rank; backend {env['backend']}, "
                  f"NumPy {env['numpy_version']}, Python {env['python']}; source {commit}.")
-        found.setdefault(about, []).append(key)
-    return [f"Machine{f' of {_together(keys, results)}' * (len(found) > 1)}: {about}"
+        found.setdefault(about, {})[row_of(run)[0]] = None
+    every = set().union(*found.values())
+    return [f"Machine{f' of {_together(keys, every)}' * (len(found) > 1)}: {about}"
             for about, keys in found.items()]
 
 
-def _together(keys: list[Key], results: Results) -> str:
+def _together(keys: Iterable[Key], every: set[Key]) -> str:
     """Join the names of rows; all measured rows of a table get one name."""
     names = []
     for table in sorted({key[0] for key in keys}):
         mine = [key for key in keys if key[0] == table]
-        whole = len(mine) == sum(key[0] == table for key in results.runs)
+        whole = len(mine) == sum(key[0] == table for key in every)
         names += [f"all {table} rows"] if whole else map(_title, mine)
     return ", ".join(names)
 

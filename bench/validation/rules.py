@@ -21,14 +21,13 @@ from bench.records.measurements import Check
 from bench.records.model_run import Run
 from bench.records.notes import split_checks
 from bench.statistics import median_interval
+from bench.validation.files import TOLERANCE
 from mm3d import ModelSizes
 from mm3d.grid.axis import COLLECTIVES
 from mm3d.model import cost
 from mm3d.model.sizes import SIZES
 from mm3d.schemes import registry
 from mm3d.tracing.events import PHASES
-
-TOLERANCE = 1e-9    # relative, of recomputed numbers
 
 
 def check_samples(run: Run) -> Iterator[str]:
@@ -212,9 +211,9 @@ def check_wire(run: Run) -> Iterator[str]:
 def check_sizes(run: Run) -> Iterator[str]:
     """Check that sizes are those of the row under the preset, or recorded as overridden."""
     chosen = run.configuration
-    row = next((row for row in load_tables().rows if (row.table, row.scheme, row.gpus) == (
-        chosen["table"], chosen["scheme"], run.ranks)), None)
-    row = row or unpublished_row(chosen["table"], chosen["scheme"], run.ranks)
+    key = chosen["table"], chosen["scheme"], run.ranks
+    row = next((row for row in load_tables().rows if row.key == key), None)
+    row = row or unpublished_row(*key)
     for name, value in (("batch", row.batch), ("hidden", row.hidden),
                         ("forward_time", row.forward), ("backward_time", row.backward),
                         ("average_step_time", row.average),

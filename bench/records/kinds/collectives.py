@@ -17,7 +17,7 @@ from mm3d.transport.node_words import in_place_collectives, words_into_nodes
 SCHEMAS = {
     "collectives": {
         "positive": "bandwidth samples seconds mpi_samples mpi_seconds wire_seconds",
-        "settings": "dtype grid transport width",
+        "settings": "dtype grid transport transports width",
         "needs": {
             "wire_received": "wire_sent wire_seconds wire_size emulated_cluster node_of_rank"},
         "variables": {
@@ -64,10 +64,9 @@ def derive(record: Measurements) -> dict[str, Variable]:
 
 
 def check_texts(run: Measurements) -> None:
-    """Check that each direction has its transport, where they are listed."""
-    if run.configuration.get("transports"):
-        require_as_many("configuration/transports", str(run.configuration["transports"]).split(),
-                        run.scales["axis"], "axis")
+    """Check that each direction has its transport."""
+    require_as_many("configuration/transports", str(run.configuration["transports"]).split(),
+                    run.scales["axis"], "axis")
 
 
 def left_in_place(record: Measurements) -> np.ndarray:

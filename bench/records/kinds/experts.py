@@ -43,18 +43,17 @@ def derive(record: Measurements) -> dict[str, Variable]:
     # Bytes a second between replicas, of the rank that sends most.  The parts order rows and add
     # them up, too.
     bandwidth = item * words.max(axis=1) / parts[:, :, sending, 0].sum((1, 2))
-    of_routing = {
-        "dropped_share": (dropped.sum(1) / tokens.sum((1, 2)), "1"),
-        "entropy": (np.array([utilisation_entropy(one) for one in tokens]), "1"),
-        "bandwidth": (np.where(bandwidth > 0, bandwidth, np.nan), "byte s-1")}
     return {
         "seconds": Variable(medians(samples), "s", ("routing", "kind", *BOUND)),
         "ratio": Variable(medians(samples / samples[:, :1]), "1", ("routing", "kind", *BOUND)),
         "share_of_one_product": Variable(medians(samples[:, 2] / samples[:, 1]), "1",
                                          ("routing", *BOUND)),
         "part_seconds": Variable(parts, "s", ("routing", "phase", "part", *BOUND)),
-        **{name: Variable(values, units, ("routing",))
-           for name, (values, units) in of_routing.items()}}
+        "dropped_share": Variable(dropped.sum(1) / tokens.sum((1, 2)), "1", ("routing",)),
+        "entropy": Variable(np.array([utilisation_entropy(one) for one in tokens]), "1",
+                            ("routing",)),
+        "bandwidth": Variable(np.where(bandwidth > 0, bandwidth, np.nan), "byte s-1",
+                              ("routing",))}
 
 
 @each

@@ -106,16 +106,14 @@ def _notes(records: Sequence[Measurements]) -> list[str]:
     found = []
     for record in records:
         chosen, env = record.configuration, record.environment
-        cluster = describe_cluster(env)
         found.append(
             f"hidden {chosen['hidden']}: {chosen['batch']} sequences of {chosen['seq']}, "
             f"{counted(chosen['heads'], 'head')}, {chosen['dtype']}; "
             f"{counted(len(record.scales['repetition']), 'repetition')}, ended by "
             f"{chosen['ended_by']}; reference {chosen['reference']}; "
             f"transport {chosen['transport']}; {env['ranks']} ranks on {env['cores']} cores, "
-            f"{cluster}{', ' * bool(cluster)}"
-            f"{describe_libraries(env)}; verified, "
-            f"{largest_error(record.checks)}.")
+            + ", ".join(filter(None, [describe_cluster(env), describe_libraries(env)]))
+            + f"; verified, {largest_error(record.checks)}.")
         seconds = record.values("seconds")[:, 0]
         found += equal_rate_notes(record, {
             str(record.scales["kind"][2]): (seconds[2], seconds[0])})

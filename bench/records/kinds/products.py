@@ -13,7 +13,6 @@ from bench.statistics import median_interval
 from mm3d.grid.layout import Layout
 from mm3d.grid.shape import GridShape
 from mm3d.model import cost
-from mm3d.schemes.matrix_product import FORMS
 from mm3d.schemes.products_alone import algorithms_with_products
 
 SCHEMAS = {
@@ -30,8 +29,6 @@ SCHEMAS = {
             "closed_form_words": "scheme", "least_words": "",
             "least_words_with_memory": "scheme", "seconds": "scheme bound"}}}
 
-NOT_STATED = -1    # stands for a missing closed form
-
 
 def derive(record: Measurements) -> dict[str, Variable]:
     """Return seconds and closed forms of each product, and the lower bounds of words."""
@@ -42,7 +39,7 @@ def derive(record: Measurements) -> dict[str, Variable]:
     return {
         "seconds": Variable(medians(record.raw["samples"].values), "s", ("scheme", *BOUND)),
         "closed_form_words": Variable(np.array([
-            closed_form_words(name, form, sizes, shape) for name, sizes in grids.items()]),
+            closed_form_words(name, form, sizes, shape) for name, sizes in grids.items()], float),
             "1", ("scheme",)),
         "least_words": Variable(np.array(cost.lower_bound(*shape, ranks)), "1", ()),
         "least_words_with_memory": Variable(np.array([
@@ -61,11 +58,12 @@ def check_texts(run: Measurements) -> None:
         named("configuration/grids", GridShape.parse, grid, products[name].directions)
 
 
-def closed_form_words(name: str, form: str, sizes: GridShape, shape: tuple[int, int, int]) -> int:
-    """Return the words of all ranks by the closed form; `NOT_STATED` if there is none."""
+def closed_form_words(name: str, form: str, sizes: GridShape,
+                      shape: tuple[int, int, int]) -> float:
+    """Return the words of all ranks by the closed form; NaN if none is stated."""
     product = algorithms_with_products()[name].matrix_product
     moves = product.forward_moves(sizes, form, shape)
-    return NOT_STATED if moves is None else sum(move.words for move in moves)
+    return math.nan if moves is None else sum(move.words for move in moves)
 
 
 def record_grids(names: Sequence[str], grids: str) -> dict[str, GridShape]:
@@ -74,18 +72,13 @@ def record_grids(names: Sequence[str], grids: str) -> dict[str, GridShape]:
             for name, text in zip(names, grids.split(), strict=True)}
 
 
-def mean_words(total: float, ranks: int) -> float:
-    """Return the words of a rank in the mean; NaN for `NOT_STATED`."""
-    return math.nan if total == NOT_STATED else total / ranks
-
-
 def copied_operands(name: str, form: str, sizes: GridShape, phase: str = "forward") -> list[str]:
     """List the operands that an algorithm stores in copies before a phase, as no bound assumes.
 
-    Empty for an unknown algorithm or form, as a file may name any.
+    Empty for an unknown algorithm, as a file may name any.
     """
     cls = algorithms_with_products().get(name)
-    if not cls or form not in FORMS:
+    if not cls:
         return []
     layouts = dict(zip("ABC", map(Layout, cls.matrix_product.LAYOUTS[form])))
     return [matrix for matrix in ("AB" if phase == "forward" else "ABC")
@@ -120,7 +113,7 @@ def _grid(at: Place) -> GridShape:
 
 
 def _closed_form(at: Place) -> float:
-    return mean_words(at("closed_form_words"), len(at.record.scales["rank"]))
+    return at("closed_form_words") / len(at.record.scales["rank"])
 
 
 def _same(at: Place) -> str:
@@ -191,7 +184,7 @@ def _notes(record: Measurements) -> list[str]:
     ranks, transport = len(record.scales["rank"]), chosen["transport"]
     shared = ", in which ranks that share an array count a part of it each" * bool(
         {"shared", "hierarchical"} & set(transport.split()))
-    how = "in turns, in random order" if chosen.get("in_turns") else "each alone"
+    how = "in turns, in random order" if chosen["in_turns"] else "each alone"
     crowded = f"NOT SCALING RESULTS: {ranks} ranks take turns on {env['cores']} cores."
     return [
         *[crowded] * (ranks > env["cores"]),

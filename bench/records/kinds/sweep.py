@@ -156,7 +156,7 @@ def list_crossovers(record: Measurements, curves: Sequence[SweptCurve]) -> Itera
     ------
     float
         The rate in bit/s.
-    Curve, Curve
+    SweptCurve, SweptCurve
         The plan that is faster at slower links, and the one that is faster from there on.
     """
     links = read_links(record)

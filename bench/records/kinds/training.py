@@ -113,9 +113,9 @@ def _notes(record: Measurements) -> list[str]:
         notes.append(f"{chosen['torch']}, one process, trained afterwards from the same "
                      f"parameters on the same batches: {tokens_per_second(tokens, seconds):,.0f} "
                      f"tokens a second.")
-        own, other = (tokens / tokens_per_second(tokens, each) for each in (
-            record.values("step_seconds"), seconds))
-        notes += equal_rate_notes(record, {"PyTorch": (other, own)})
+        if not np.isnan(speed):
+            other = tokens / tokens_per_second(tokens, seconds)
+            notes += equal_rate_notes(record, {"PyTorch": (other, tokens / speed)})
     if "entropy" in record.variables:
         notes.append(_experts(record))
     if chosen["ended_by"] != "steps":

@@ -3,12 +3,15 @@
 import math
 from typing import Iterable, Sequence
 
-from bench.cases.paper import BASELINES, HEADINGS, PROPOSED, load_tables, title
+import numpy as np
+
+from bench.cases.paper import BASELINES, HEADINGS, PROPOSED, Row, load_tables, title
 from bench.errors import UsageError
 from bench.records.folder import Results
 from bench.reports import over_runs
 from bench.reports.emulated import waited_rows
-from bench.document import Cell, Column, Notes, Number, Part, Rows, Table, number_cell
+from bench.document import (Cell, Column, Notes, Number, Part, Table, make_table, number_cell,
+                            spread)
 from bench.reports.emulation.row import Emulated, of_run
 
 
@@ -78,35 +81,33 @@ def by_heading(found: Sequence[Emulated]) -> Iterable[tuple[str, list[Emulated]]
 
 def rows_table(heading: str, found: Iterable[Emulated], measured: bool) -> Table:
     """Make the table of seconds a sequence at the scale of the emulated machine."""
-    lines: Rows = []
-    for one in found:
-        like = f", batch of {title(one.row.like)}" * bool(one.row.like)
-        published = math.nan if one.row.like else one.row.recomputed
-        cells: list[Cell] = [f"{title(one.row.scheme)}{like}", one.row.gpus, one.sizes.batch,
-                             one.sizes.hidden, number_cell(published, ".3f"),
-                             number_cell(one.original_average, ".3f"),
-                             number_cell(one.predicted_average, ".3f")]
-        if measured:
-            low, high = one.interval
-            cells += [number_cell(one.average, ".3f"), number_cell(low, ".3f"),
-                      number_cell(high, ".3f"),
-                      number_cell(one.predicted_average / one.average - 1, "+.0%"),
-                      number_cell(one.dilation, ".2g"),
-                      Number(one.software, f"{one.software:.0%}{MARK * (not one.quotable)}")]
-        else:
-            cells.append(number_cell(sum(one.predicted)))
-        lines.append(cells)
     group = "seconds a sequence"
-    columns = [Column("scheme"), Column("ranks"), Column("batch"), Column("hidden"),
-               Column("published", "", group), Column("machine's", "model", group),
-               Column("predicted", "here", group)]
+    columns = [
+        Column("scheme", of=lambda one: title(one.row.scheme) + _batch_of(one.row)),
+        Column("ranks", of=lambda one: one.row.gpus),
+        Column("batch", of=lambda one: one.sizes.batch),
+        Column("hidden", of=lambda one: one.sizes.hidden),
+        Column("published", "", group, form=".3f",
+               of=lambda one: math.nan if one.row.like else one.row.recomputed),
+        Column("machine's", "model", group, of=lambda one: one.original_average, form=".3f"),
+        Column("predicted", "here", group, of=lambda one: one.predicted_average, form=".3f")]
     if measured:
-        columns += [Column("emulated", "", group), Column("low", "", group),
-                    Column("high", "", group), Column("error of", "prediction"),
-                    Column("slowed", "by"), Column("share of", "software")]
+        columns += [
+            *spread(lambda one: (one.average, *one.interval), ".3f", group,
+                    ("emulated", "low", "high")),
+            Column("error of", "prediction", form="+.0%",
+                   of=lambda one: one.predicted_average / one.average - 1),
+            Column("slowed", "by", of=lambda one: one.dilation, form=".2g"),
+            Column("share of", "software", of=lambda one: Number(
+                one.software, f"{one.software:.0%}{MARK * (not one.quotable)}"))]
     else:
-        columns.append(Column("step here", "(s)"))
-    return Table(f"{heading}: rows", columns, lines)
+        columns.append(Column("step here", "(s)", of=lambda one: sum(one.predicted)))
+    return make_table(f"{heading}: rows", columns, found)
+
+
+def _batch_of(row: Row) -> str:
+    """Say with the batch of which scheme a row is run, if it is another's."""
+    return f", batch of {title(row.like)}" * bool(row.like)
 
 
 def speed_ups_table(heading: str, found: Sequence[Emulated], measured: bool) -> Table:
@@ -139,7 +140,7 @@ def marked_shares(found: Sequence[Emulated]) -> list[str]:
             if not one.quotable}
     return [(f"{one.software:.0%} of" if one.software > 0 else "an unknown share of")
             + f" {title(one.row.scheme)} on {one.row.gpus} ranks, {one.row.table}"
-            + f", batch of {title(one.row.like)}" * bool(one.row.like) for one in rows.values()]
+            + _batch_of(one.row) for one in rows.values()]
 
 
 def speed_up_cells(name: str, slow: Emulated, fast: Emulated, measured: bool) -> list[Cell]:
@@ -172,8 +173,8 @@ def similarity_notes(found: Sequence[Emulated]) -> list[str]:
         f"{each.row.table}: hidden and sequence / {each.shrink:g}, so words and passes / "
         f"{each.shrink ** 2:g} and operations / {each.shrink ** 3:g}, and {each.to_paper:.3g} "
         f"seconds of the machine for each here" for each in found}))
-    errors = sorted(abs(each.predicted_average / each.average - 1) for each in found
-                    if each.run is not None)
+    errors = [abs(each.predicted_average / each.average - 1) for each in found
+              if each.run is not None]
     name = one.machine.name
     notes = [
         f"Scale: links are {one.scale:g} times slower than those of {name} are in use, and ranks "
@@ -202,6 +203,6 @@ def similarity_notes(found: Sequence[Emulated]) -> list[str]:
                      "run's steps, less of fewer than six; those of a speed-up of one run are "
                      "quotients of both rows' bounds. What changes from run to run is in the "
                      "intervals of speed-ups of several runs alone.")
-        notes.append(f"Errors of predictions: {errors[len(errors) // 2]:.0%} in the median, "
-                     f"{errors[-1]:.0%} at most, of {len(errors)} rows.")
+        notes.append(f"Errors of predictions: {np.median(errors):.0%} in the median, "
+                     f"{max(errors):.0%} at most, of {len(errors)} rows.")
     return notes

@@ -31,8 +31,8 @@ def draw_step_times(results: Results):
         for scheme in results.schemes():
             rows = results.rows(table, scheme)
             draw_line(published, scheme, [(r.gpus, r.average) for r in rows if r.published])
-            found = measured_runs(results, rows)
-            averages = [(p, step_time_interval(run)) for p, run in found]
+            averages = [(run.ranks, step_time_interval(run))
+                        for run in measured_runs(results, rows)]
             draw_line(measured, scheme, [(p, one.median) for p, one in averages])
             draw_intervals(measured, scheme, [(p, one.low, one.high) for p, one in averages])
         for wrong in (r for r in select_rows(table) if not r.consistent):
@@ -69,10 +69,11 @@ def draw_scaling(results: Results):
             rows = [r for r in results.rows(table, scheme) if r.published]
             points = [(r.gpus, paper_rate(r)) for r in rows]
             draw_line(published, scheme, relative_rates(points, whole))
-            found = sorted(measured_runs(results, results.rows(table, scheme)))
-            averages = [step_time_interval(run) for _, run in found]
-            rates = relative_rates([(p, rate_of_time(run, one.median))
-                                    for (p, run), one in zip(found, averages)], whole)
+            found = sorted(measured_runs(results, results.rows(table, scheme)),
+                           key=lambda run: run.ranks)
+            averages = list(map(step_time_interval, found))
+            rates = relative_rates([(run.ranks, rate_of_time(run, one.median))
+                                    for run, one in zip(found, averages)], whole)
             draw_line(measured, scheme, rates)
             draw_intervals(measured, scheme, [
                 (p, y * one.median / one.low, y * one.median / one.high)
@@ -110,7 +111,7 @@ def draw_words(results: Results):
         "form"))
     for panel, table in zip(panels[0], HEADINGS):
         for scheme in results.schemes():
-            runs = [run for _, run in measured_runs(results, results.rows(table, scheme))]
+            runs = measured_runs(results, results.rows(table, scheme))
             draw_closed_form(panel, scheme, closed_form_points(runs, table))
             points = [(run.ranks, counted_words(run)) for run in runs]
             draw_line(panel, scheme, points, linestyle="", markersize=7)
@@ -126,9 +127,9 @@ def draw_words(results: Results):
     return figure
 
 
-def measured_runs(results: Results, rows: list[Row]) -> list[tuple[int, Run]]:
-    """List the measured rows: the number of ranks, and the run."""
-    return [(row.gpus, run) for row in rows if (run := results.get(row))]
+def measured_runs(results: Results, rows: list[Row]) -> list[Run]:
+    """List the runs of the rows that were measured."""
+    return list(filter(None, map(results.get, rows)))
 
 
 def step_time_interval(run: Run) -> Interval:

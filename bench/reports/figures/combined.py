@@ -33,8 +33,7 @@ def _draw(found: Sequence[Sequence[combined.Row]]):
         "measured, and predicted before", height_ratios=heights)
     for panel, rows in zip(panels.flat, found):
         _panel(panel, rows)
-    labelled = {label: handle for panel in panels.flat
-                for handle, label in zip(*panel.get_legend_handles_labels())}
+    labelled = style.label_handles(panels.flat)
     figure.legend(labelled.values(), labelled, loc="outside lower center", ncols=4)
     return figure
 

@@ -13,7 +13,7 @@ from bench.reports.figures.against_ranks import counted_words
 from bench.reports.figures.labels import Label, place_labels
 from bench.reports.figures.by_scheme import (Point, TICKS, draw_intervals, draw_line,
                                              make_rank_figure)
-from bench.reports.figures.style import LeftOut, label_plainly
+from bench.reports.figures.style import LeftOut, label_handles, label_plainly
 
 # Read from the last row of a room: larger than the figures of a report.
 LARGE = {"font.size": 14, "axes.titlesize": 16, "axes.labelsize": 14, "xtick.labelsize": 13,
@@ -82,7 +82,8 @@ def draw_emulated(results: Results):
             panel.set_title(name)
         for panel, unit in zip(panels[1], ("GPUs", "ranks", "ranks")):
             panel.set_xlabel(unit)
-        _legend(panels)
+        handles = label_handles(panels.flat)
+        panels[0, 0].legend(handles.values(), handles.keys(), loc="upper left")
         figure.supxlabel("\n".join(_remarks(rows)), fontsize=SMALL, color=DARK)
         place_labels(figure, labels, markers, size=LARGE["font.size"])
     return figure
@@ -103,7 +104,7 @@ def _emulated(panel, rows: Sequence[Emulated]) -> list[Point]:
 
 def _words(panel, rows: Sequence[Emulated]) -> list[Point]:
     """Draw a scheme's words counted per rank and sequence; return the points."""
-    return _line(panel, rows, lambda one: counted_words(one.run) if one.run else math.nan)
+    return _line(panel, rows, lambda one: counted_words(one.run))
 
 
 def _line(panel, rows: Sequence[Emulated], value: Callable[[Emulated], float]) -> list[Point]:
@@ -157,13 +158,6 @@ def _span_alike(panels) -> None:
             panel.set_ylim(middle / half, middle * half)
         label_plainly(panel.yaxis, marks=MARKS)
         panel.set_xlim(TICKS[0] / 1.25, TICKS[-1] * ROOM)
-
-
-def _legend(panels) -> None:
-    """Draw one legend of all panels' schemes, in the first panel."""
-    handles = {label: handle for panel in panels.flat for handle, label in zip(
-        *panel.get_legend_handles_labels())}
-    panels[0, 0].legend(handles.values(), handles.keys(), loc="upper left")
 
 
 def _remarks(rows: Sequence[Emulated]) -> list[str]:

@@ -117,27 +117,28 @@ def draw_figures(folder: str | Path, formats: tuple[str, ...] = ("png",),
     Returns
     -------
     list of Path, list of LeftOut
-        The files, and the figures that are not drawn with the reasons.
+        The files, and the figures that are not drawn and files that are not read, with reasons.
 
     Raises
     ------
     StoreError
         When there are no results in `folder`.
     UsageError
-        When no figure has such a name.
+        When no figure has a name with one of these beginnings.
     """
     if Path(folder).suffix == ".json" and not Path(folder).is_dir():    # a trace
-        home, every = Path(folder).parent, [_by_name("trace.trace_drawing", folder)]
+        home, every, unread = Path(folder).parent, [_by_name("trace.trace_drawing", folder)], []
     else:
         found = read_folder(folder)
-        home = found.folder
+        home, unread = found.folder, found.problems
         every = list(make_row_drawings(found, True) if talk else make_drawings(found))
-    drawings = [one for one in every
-                if one.name.casefold().startswith(tuple(names.casefold().split(",")))]
-    if names and not drawings:
-        raise UsageError(f"--figures {names}: none of "
-                         f"{', '.join(one.name for one in every) or 'no figures'}")
+    begins = tuple(filter(None, names.casefold().split(",")))
+    for begin in begins:
+        if not any(one.name.casefold().startswith(begin) for one in every):
+            raise UsageError(f"--figures {begin}: no figure's name begins so; there is "
+                             f"{', '.join(one.name for one in every) or 'none'}")
+    drawings = [one for one in every if one.name.casefold().startswith(begins or "")]
     drawn, left_out = style.save_drawings(drawings, home, formats)
     if not drawn and not left_out:
         left_out.append(LeftOut(f"all figures: nothing was measured in {folder} that has one"))
-    return drawn, left_out
+    return drawn, [*left_out, *map(LeftOut, unread)]

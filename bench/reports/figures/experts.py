@@ -60,7 +60,8 @@ def comparable_trainings(records: Sequence[Measurements]) -> list[Measurements]:
         if (record.kind == "training" and "experts_balance" in chosen
                 and len(record.scales["step"]) == chosen["steps"]):
             same = tuple((name, chosen[name]) for name in sorted(chosen) if name in (
-                "layers", "hidden", "heads", "batch", "seq", "steps", "dtype", "lr",
+                "layers", "hidden", "heads", "batch", "microbatches", "seq", "steps", "dtype",
+                "tied", "dropout", "optimizer", "lr", "warmup", "momentum", "weight_decay", "clip",
                 "text_digest") or name.startswith("experts_") and name != "experts_balance")
             alike.setdefault(same, {})[balance_of(record), int(chosen["seed"])] = record
 

@@ -5,8 +5,7 @@ from typing import Iterator
 
 import numpy as np
 
-from bench.records.kinds.products import (
-    NOT_STATED, closed_form_words, mean_words, record_grids)
+from bench.records.kinds.products import closed_form_words, record_grids
 from bench.records.measurements import Measurements
 from bench.reports.figures import by_scheme, style
 from mm3d.grid.grid import Grid
@@ -33,7 +32,7 @@ def draw_words_against_ranks(record: Measurements):
     panel = panels[0, 0]
     lines = {name: points for name in _styles() if (points := [
         (count, words / count) for count in RANKS
-        if (words := _default_words(name, form, shape, count)) is not None])}
+        if not math.isnan(words := _default_words(name, form, shape, count))])}
     drawn: list[list[tuple[int, float]]] = []
     for name, points in lines.items():
         colour, marker = _styles()[name]
@@ -50,10 +49,10 @@ def draw_words_against_ranks(record: Measurements):
             panel.plot([ranks], [words.mean()], color=colour, marker=marker, markersize=9,
                        fillstyle="none", markeredgewidth=1.6, linestyle="",
                        label=f"{name} {record_grids(names, record.configuration['grids'])[name]}")
-    panel.plot(RANKS, [cost.lower_bound(*shape, count) for count in RANKS], color="white",
-               linestyle="--", linewidth=1.8, zorder=3, label="_")
-    panel.plot(RANKS, [cost.lower_bound(*shape, count) for count in RANKS], color="0.3",
-               linestyle="--", linewidth=1, zorder=3, label="lower bound, any memory")
+    bounds = [cost.lower_bound(*shape, count) for count in RANKS]
+    panel.plot(RANKS, bounds, "--", color="white", linewidth=1.8, zorder=3, label="_")
+    panel.plot(RANKS, bounds, "--", color="0.3", linewidth=1, zorder=3,
+               label="lower bound, any memory")
     _name_ends(panel, [(points[-1][1], name) for name, points in lines.items()])
     panel.set_xscale("log", base=2)
     panel.set_yscale("log", base=2)
@@ -161,7 +160,7 @@ def _modelled(name: str, form: str, sizes: GridShape, shape: Shape) -> tuple[flo
     """
     memory = max(_peak_bytes(name, form, sizes, shape, rank)
                  for rank in (0, sizes.ranks - 1)) / 4
-    return memory, mean_words(closed_form_words(name, form, sizes, shape), sizes.ranks)
+    return memory, closed_form_words(name, form, sizes, shape) / sizes.ranks
 
 
 def _peak_bytes(name: str, form: str, sizes: GridShape, shape: Shape, rank: int) -> int:
@@ -180,15 +179,14 @@ def _peak_bytes(name: str, form: str, sizes: GridShape, shape: Shape, rank: int)
     return peak
 
 
-def _default_words(name: str, form: str, shape: Shape, ranks: int) -> int | None:
-    """Return the closed form on an algorithm's default grid; None without such grid or form."""
+def _default_words(name: str, form: str, shape: Shape, ranks: int) -> float:
+    """Return the closed form on an algorithm's default grid; NaN without such grid or form."""
     cls = algorithms_with_products()[name]
     try:
         sizes = cls.grid_shape(cls.default_grid(ranks))
     except ValueError:
-        return None
-    words = closed_form_words(name, form, sizes, shape)
-    return None if words == NOT_STATED else words
+        return math.nan
+    return closed_form_words(name, form, sizes, shape)
 
 
 def _styles() -> dict[str, tuple[str, str]]:

@@ -178,8 +178,7 @@ class RankPanels:
     def _shown(held: Held, step: ReplayStep | None) -> Iterator[str]:
         """Iterate over the matrices to draw: a gradient hides its matrix while it is computed."""
         hidden = {one[-1] for one in held if one[0] == "d"} if step and step.kind == KEEP else (
-            {step.result[-1]} if step and step.result[0] == "d" and held is not None
-            and step.result in held else set())
+            {step.result[-1]} if step and step.result[0] == "d" and step.result in held else set())
         for matrix in held:
             gradient = matrix[0] == "d"
             if gradient == (matrix[-1] in hidden):

@@ -45,9 +45,8 @@ def draw_roofline(results: Results):
     for panel, table in zip(panels[0], HEADINGS):
         for scheme in results.schemes():
             colour = scheme_style(scheme)[0]
-            found = [(p, lie[table, scheme, p])
-                     for p, _ in measured_runs(results, results.rows(table, scheme))
-                     if (table, scheme, p) in lie]
+            found = [(row.gpus, lie[row.key]) for row in results.rows(table, scheme)
+                     if row.key in lie]
             for what, face in ((1, colour), (2, "white")):
                 draw_line(panel, scheme, [(at[0], at[what]) for _, at in found], linestyle="",
                           markerfacecolor=face, **{} if what == 1 else {"label": "_step"})
@@ -144,7 +143,7 @@ def draw_memory(results: Results):
         for panel, names, what in zip(row, (KEPT, PEAK), (
                 "parameters, gradients, saved", "peak of all arrays")):
             for scheme in results.schemes():
-                runs = [run for _, run in measured_runs(results, results.rows(table, scheme))]
+                runs = measured_runs(results, results.rows(table, scheme))
                 expected = _mebibytes(runs, [f"expected_{name}" for name in names])
                 draw_closed_form(panel, scheme, expected)
                 draw_line(panel, scheme, _mebibytes(runs, names), linestyle="", markersize=7)
@@ -162,7 +161,5 @@ def draw_memory(results: Results):
 
 def _mebibytes(runs: list[Run], names: Iterable[str]) -> list[Point]:
     """Sum variables by number of ranks, each of the rank that has the most of it."""
-    points = []
-    for run in runs:
-        points.append((run.ranks, sum(most_bytes(run, name) for name in names) / 2 ** 20))
+    points = [(run.ranks, sum(most_bytes(run, name) for name in names) / 2 ** 20) for run in runs]
     return [point for point in points if math.isfinite(point[1])]

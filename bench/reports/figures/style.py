@@ -168,16 +168,20 @@ def start_at_zero(panel) -> None:
     panel.set_ylim(0, 1.06 * top or 1.0)
 
 
+def label_handles(panels) -> dict[str, Any]:
+    """Return what has each label in some panels, for one legend of all."""
+    return {label: handle for panel in panels for handle, label in zip(
+        *panel.get_legend_handles_labels())}
+
+
 def add_legends(figure, panels) -> None:
     """Draw the legend of every panel, or a long one once, beside them.
 
     A panel without lines has a text that there are no results.
     """
-    found: dict[str, Any] = {}
     panels = list(panels)
+    found = label_handles(panels)
     for panel in panels:
-        for handle, label in zip(*panel.get_legend_handles_labels()):
-            found.setdefault(label, handle)
         if not panel.get_legend_handles_labels()[1]:
             panel.text(0.5, 0.5, "no results", transform=panel.transAxes, ha="center")
     if len(found) > IN_PANEL:

@@ -40,7 +40,7 @@ def draw_time_shares(results: Results):
     figure, panels = make_figure(2, 1, (max(10, 2.2 + PAIR * most), 7.2), (
         "Where the time goes, in the mean over ranks and traced repetitions"))
     for (panel,), table in zip(panels, HEADINGS):
-        rows = [row for row in results.rows(table) if (row.table, row.scheme, row.gpus) in traced]
+        rows = [row for row in results.rows(table) if row.key in traced]
         runs = [results.get(row) for row in rows]
         for place, run in enumerate(runs):
             _stacked(panel, place, traced[table, run.configuration["scheme"], run.ranks], looks,

@@ -8,7 +8,7 @@ from bench.instruments.chrome_trace import group_tracks, nanoseconds, read_trace
 from bench.reports.figures.schedules import KINDS
 from bench.reports.figures.style import Drawing, LeftOut, make_figure
 from bench.reports.figures.time_shares import part_styles
-from bench.reports.time_parts import part_title
+from bench.reports.time_parts import LABELS, part_title
 
 WIDTH, LANE, LANES = 13.0, 0.42, 12.0    # inches: of the figure, of a lane, at most of all lanes
 NAMED = 9    # spans that are named above the first lane
@@ -98,7 +98,7 @@ def _pieces(spans: list[dict[str, Any]]) -> Iterator[TracePiece]:
 
 
 def _part(span: dict[str, Any]) -> str:
-    """Return the part of a span: an action of a pipeline, or one of `time_parts.part_names`."""
+    """Return the part of a span: an action of a pipeline, or one of `time_parts.stacked_parts`."""
     given = span["args"]
     kind = span["name"][:1] if "." in span["name"] and span["cat"] == "phase" else ""
     return kind if kind in KINDS else (
@@ -109,8 +109,7 @@ def _looks(pieces: list[TracePiece]) -> dict[str, tuple[str, str | None]]:
     """Return colour and hatching of the parts that are there."""
     used = dict.fromkeys(piece.part for piece in pieces)
     known = {kind: (colour, None) for kind, (_, colour) in KINDS.items()}
-    plain = {"gemm", "elementwise", "waiting", "other"}
-    directions = sorted(part for part in used if part not in known and part not in plain)
+    directions = sorted(used.keys() - known.keys() - LABELS.keys())
     known |= part_styles([directions])
     return {part: look for part, look in known.items() if part in used}
 

@@ -4,7 +4,7 @@ from typing import Sequence
 
 import numpy as np
 
-from bench.document import Column, Notes, Part, Table
+from bench.document import Column, Notes, Part, Table, make_table
 from bench.prediction.machine_model import Machine
 from bench.prediction.published_steps import Outcome, choices
 from bench.prediction.seconds import TERMS
@@ -38,9 +38,8 @@ def step_parts(machine: Machine, outcomes: Sequence[Outcome], problems: Sequence
     fitted_to : int
         The most GPUs of the rows that it was fitted to; 0 for none.
     """
-    parts: list[Part] = [Table(f"Measured steps of training, and predictions (a model): "
-                               f"{machine.described}", COLUMNS,
-                               [[column.cell(one) for column in COLUMNS] for one in outcomes])]
+    parts: list[Part] = [make_table(f"Measured steps of training, and predictions (a model): "
+                                    f"{machine.described}", COLUMNS, outcomes)]
     if problems:
         parts.append(Notes("Left out:", list(problems)))
     parts.append(Notes("About these predictions:", _about(machine, fitted_to)))
@@ -78,8 +77,8 @@ def _choice_table(found: Sequence[tuple[Outcome, Outcome]]) -> Table:
         Column("measured fastest", align="<", of=lambda pair: pair[1].row.mesh),
         Column("behind", "%", align=".", form=".1f", of=lambda pair: 100 * (
             pair[0].row.seconds / pair[1].row.seconds - 1))]
-    return Table("The row predicted fastest, and by how much it was slower than the fastest",
-                 columns, [[column.cell(pair) for column in columns] for pair in found])
+    return make_table("The row predicted fastest, and by how much it was slower than the fastest",
+                      columns, found)
 
 
 def error_line(outcomes: Sequence[Outcome]) -> str:

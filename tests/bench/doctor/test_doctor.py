@@ -216,6 +216,13 @@ def test_a_failure_is_told_by_its_cause_and_not_by_what_follows(status, output, 
     assert describe_failure(status, output, 5) == said
 
 
+def test_reports_that_were_cut_short_are_left_out(tmp_path):
+    """By the end of a child job, or by a full disk."""
+    for end, text in (("out", f"{census.MARK}[]\n{census.MARK}[1,"), ("err", ""), ("status", "")):
+        (tmp_path / f"census.{end}").write_text(text)
+    assert Facts(1, ["none"], seen=tmp_path).census == ([[]], "left no status, as on a full disk")
+
+
 def test_kernels_that_are_forced(monkeypatch):
     facts = Facts(1, ["none"])
     rank = {"blas": "openblas", "blas_architecture": "Haswell", "blas_threads": 1, "cores": 2,

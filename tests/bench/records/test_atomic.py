@@ -88,15 +88,17 @@ def test_what_finds_no_room_leaves_nothing(tmp_path, write):
 def test_a_killed_writer_leaves_the_old_file_and_its_part_is_tidied_away(tmp_path, writer):
     (tmp_path / "a.txt").write_text("old")
     (tmp_path / "mine.part").write_text("of somebody else")
+    (tmp_path / "mine-0123abcd.part").mkdir()    # which cannot be opened
     killed, alive = writer("replace", "a.txt"), writer("replace", "b.txt")
     killed.kill()
     killed.wait()
-    assert (tmp_path / "a.txt").read_text() == "old" and len(names(tmp_path)) == 4
+    assert (tmp_path / "a.txt").read_text() == "old" and len(names(tmp_path)) == 5
     resume.remove_parts_of_files(tmp_path)
-    assert [name.partition("-")[0] for name in names(tmp_path)] == ["a.txt", "b", "mine.part"]
+    assert [name.partition("-")[0] for name in names(tmp_path)] == [
+        "a.txt", "b", "mine", "mine.part"]
     alive.communicate("")
     assert alive.returncode == 0 and (tmp_path / "b.txt").read_text() == "new"
-    assert names(tmp_path) == ["a.txt", "b.txt", "mine.part"]
+    assert names(tmp_path) == ["a.txt", "b.txt", "mine-0123abcd.part", "mine.part"]
 
 
 def test_the_last_of_two_writers_has_the_file(tmp_path, writer):

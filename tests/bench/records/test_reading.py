@@ -1,5 +1,4 @@
 """Files that other programs hold, that may not be read, or that are no files; permissions."""
-import fcntl
 import os
 import stat
 import subprocess
@@ -13,7 +12,7 @@ import pytest
 from bench.__main__ import main
 from bench.cases.selection import select_rows
 from bench.cases.variants import Variant
-from bench.errors import StoreError, Unreadable
+from bench.errors import Unreadable
 from bench.experiments.rows import resume
 from bench.records import atomic, journal, merged, run_file
 from bench.records.folder import read_runs
@@ -169,11 +168,3 @@ def test_who_goes_on_with_a_file_is_for_the_umask_to_say(tmp_path, monkeypatch, 
     for one in found:
         whole = 0o777 if one.is_dir() or one.suffix == ".sh" else 0o666
         assert stat.S_IMODE(one.stat().st_mode) == whole & ~mask, one
-
-
-def test_a_lock_of_another_does_not_keep_a_folder_from_being_read(finished):
-    with open(finished) as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        assert main(["report", str(finished.parent)]) == 0
-    with pytest.raises(StoreError, match="does not exist"):
-        run_file.read_run(finished.with_name("other.h5"))

@@ -234,6 +234,15 @@ def test_points_of_microbenchmarks_are_cases(sets, capsys):
     assert "transport is mpi in A and shared in B" in text
 
 
+def test_what_took_no_time_is_no_case(sets, capsys):
+    run = products(1.0, "mpi")
+    run.raw["times"].values[:, :, 1] = 0
+    run_file.write_run(run, sets[0], "mine")
+    assert main(["compare", *[str(sets[0])] * 2]) == 0
+    text = capsys.readouterr().out
+    assert "kind product" in text and "one process" not in text
+
+
 def test_transports_of_one_set_are_cases_of_their_own(sets, capsys):
     """Of products and of rows; what only one set has is said, not dropped."""
     for transport, factor in (("mpi", 1.0), ("shared", 0.5)):

@@ -1,9 +1,14 @@
 """What remains of a comparison where both sides multiply equally fast."""
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from bench.records import run_file
+from bench.records.kinds import training
 from bench.records.measurements import Measurements, Variable
 from bench.records.notes import equal_rate_notes
+from support import ROOT
 
 
 def record(own, other, torch_flops=8e9, cores=2):
@@ -27,6 +32,19 @@ def test_the_products_take_another_time(own, other, busy, remaining):
                                                   "absent": (np.nan, 2.0)}, busy)
     assert f"be {remaining} (PyTorch), with" in note
     assert f"multiplies at {own / 1e9:.1f} GFLOP/s" in note and "absent" not in note
+
+
+def test_steps_before_a_training_went_on_do_not_count():
+    """They may be from another machine."""
+    [path] = (ROOT / "results/training").glob("*.h5")
+    found, rates = run_file.read_run(path), record(4e9, 4e9)
+    steps, names = np.arange(1500), ("step_seconds", "torch_step_seconds")
+    seconds = {name: replace(found.raw[name], values=took) for name, took in zip(
+        names, (np.where(steps < 1000, 9.0, 0.5), np.ones(1500)))}
+    went_on = replace(found, configuration=found.configuration | {"began": 1000},
+                      scales=found.scales | rates.scales, raw=found.raw | rates.raw | seconds)
+    _, notes = training.tables([went_on])
+    assert "would be 2.00 instead of 2.00 (PyTorch)" in " ".join(notes.items)
 
 
 def test_files_without_rates_have_no_note():

@@ -1,4 +1,6 @@
 """What the figures show, and the files they become."""
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from matplotlib.colors import to_rgba
@@ -11,12 +13,12 @@ from bench.records import run_file
 from bench.records.folder import read_folder
 from bench.reports import paper_tables
 from bench.document import Notes
-from bench.reports.figures import (against_ranks, by_scheme, every_figure,
+from bench.reports.figures import (against_ranks, by_scheme, every_figure, experts,
                                    roofline_and_memory, style, time_shares)
 from bench.reports.merit_rows import merit_table
 from mm3d.grid.axis import COLLECTIVES
 from records import PARTS, limited, made_up, matmul_record, traced, write_all
-from support import status_of
+from support import ROOT, status_of
 
 
 @pytest.fixture(scope="module")
@@ -286,6 +288,29 @@ def test_zeros_alone_have_an_axis_without_a_warning(recwarn):
 
 def test_microbenchmarks_alone_have_no_figures(tmp_path, capsys):
     run_file.write_run(matmul_record(), tmp_path, "matmul")
+    (tmp_path / "cut.h5").write_bytes(b"no more")
     assert main(["report", str(tmp_path), "--figures"]) == 0
-    assert "not drawn: all figures: nothing was measured in" in capsys.readouterr().out
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("not drawn: all figures: nothing was measured in")
+    assert second.startswith(f"not drawn: {tmp_path}/cut.h5 is truncated")
     assert not list(tmp_path.glob("*.png"))
+
+
+def test_trainings_that_are_compared_differ_in_nothing_else():
+    [path] = (ROOT / "results/experts/balance").glob("*.h5")
+    first = run_file.read_run(path)
+    other, third = (replace(first, configuration=first.configuration | {
+        "experts_balance": 0.5, "dropout": dropout}) for dropout in (0.0, 0.1))
+    assert experts.comparable_trainings([first, other, third]) == sorted(
+        [first, other], key=experts.balance_of)
+    assert experts.comparable_trainings([first, third]) == []
+
+
+def test_each_beginning_of_a_name_is_that_of_a_figure(tmp_path, capsys):
+    """One that is none is refused, also beside another, and an empty one names no figure."""
+    run_file.write_run(made_up(select_rows("weak", "3d")[0]), tmp_path, "weak")
+    assert main(["report", str(tmp_path), "--figures", "Roof,"]) == 0
+    assert capsys.readouterr().out.startswith("not drawn: roofline-laptop: ")
+    assert main(["report", str(tmp_path), "--figures", "roof,dome"]) == 2
+    assert "--figures dome: no figure's name begins so; there is average-step-time-laptop, " in (
+        capsys.readouterr().err)

@@ -115,7 +115,7 @@ def test_what_a_machine_has_no_rate_for_is_left_out():
     double = dataclasses.replace(made()[0], dtype="float64")
     text = render(compare_predictions(few, [*made(), double]))
     assert text == render(compare_predictions(few, made())) + (
-        "\n\nLeft out\n  - 1 runs of dtypes without a rate of products left out")
+        "\n\nLeft out\n  - 1 run of dtypes without a rate of products left out")
 
 
 def test_the_median_of_the_rounds_stands_for_them():

@@ -10,7 +10,8 @@ from bench.__main__ import main
 from bench.cases.paper import load_tables, title
 from bench.cases.selection import select_rows
 from bench.records import run_file
-from bench.reports.page import write_page
+from bench.document import Notes
+from bench.reports.page import warning_notes, write_page
 from records import draw_only, made_up, matmul_record, write_all
 
 
@@ -76,18 +77,27 @@ def test_all_rows_figures_and_warnings_are_there(page):
     assert "the median of at least 3 repetitions after 2 to warm up" in page.text
 
 
+def test_notes_that_begin_in_capitals_are_warnings():
+    warnings = ["NOT SCALING RESULTS: none.", "STOPPED EARLY (signal): 0 of 7 steps."]
+    assert warning_notes([Notes("", [*warnings, "Times: MPI.", "MPI: a name (C)"])]) == [
+        *warnings, "MPI: a name (C)"]
+
+
 def test_figures_come_first_and_runs_in_the_order_of_the_paper(tmp_path, monkeypatch):
     """In whatever order they were measured; a row with another's batch beside its own."""
     draw_only(monkeypatch, "words-per-rank")
     rows = [*reversed(select_rows("strong", "1d,3d")), *reversed(select_rows("weak", "1d,3d"))]
-    for k, row in enumerate(rows):
+    for k, row in enumerate([*rows, rows[-1]]):
         run = made_up(row, created=f"2030-01-02T03:04:{k:02d}+00:00")
+        run.configuration.update({"equal_tokens": "3d"} if k == len(rows) else {})
         run_file.write_run(run, tmp_path, str(k))
     source = write_page(tmp_path).read_text()
     assert 0 < source.index('id="figures"') < source.index('id="results"') < source.index(
         'id="each"')
-    assert re.findall(r"<summary>(.*) ranks, laptop</summary>", source) == [
-        f"{row.table} {title(row.scheme)} {row.gpus}" for row in rows[::-1]]
+    first, *others = [f"{row.table} {title(row.scheme)} {row.gpus} ranks, laptop"
+                      for row in rows[::-1]]
+    assert re.findall(r"<summary>(.*)</summary>", source) == [
+        first, f"{first}, batch of 3-D", *others]
 
 
 # Writes into the title which cells of a page are outside of it, or of what scrolls.
@@ -141,7 +151,8 @@ def test_the_verb_says_where_the_page_is(tmp_path, capsys):
     run_file.write_run(matmul_record(), folder, "matmul")
     write_page(folder)
     assert main(["report", str(folder), "--page", "--out", str(out)]) == 0
-    assert capsys.readouterr().out.strip() == str(out)
+    assert main(["report", *map(str, folder.glob("*.h5")), "--page"]) == 0    # beside the file
+    assert capsys.readouterr().out.split() == [str(out), str(folder / "report.html")]
     assert out.read_text() == (folder / "report.html").read_text()
     for wrong in (tmp_path / "no" / "page.html", tmp_path, out / "page.html"):
         assert main(["report", str(folder), "--page", "--out", str(wrong)]) == 2

@@ -168,9 +168,9 @@ def test_missing_rows_and_crowded_ranks_are_said(tmp_path):
            "32 cores" in text
 
 
-@pytest.mark.parametrize("form", ["text", "rst", "latex", "csv"])
+@pytest.mark.parametrize("form", ["text", "csv"])
 def test_headings_say_that_crowded_ranks_do_not_scale(tmp_path, form):
-    """Every table of times, in every format; and no test of repetitions that take turns."""
+    """Every table of times; and no test of repetitions that take turns."""
     for scheme in ("1d", "3d"):
         row, = [row for row in select_rows("weak", scheme) if row.gpus == 8]
         run_file.write_run(made_up(row, oversubscribed=True), tmp_path, scheme)
@@ -231,7 +231,10 @@ def test_each_machine_is_said_with_its_rows(tmp_path):
 
 
 def test_what_the_order_and_the_tests_are(tmp_path):
-    run_file.write_run(made_up(select_rows("weak", "3d")[0]), tmp_path, "weak")
+    """And on which machine, also of a row with another's batch alone."""
+    run = made_up(select_rows("weak", "3d")[0])
+    run.configuration["equal_tokens"] = "1d"
+    run_file.write_run(run, tmp_path, "weak")
     text = " ".join(format_tables(tmp_path).split())
     assert "one number of ranks after another, at random, and the rows of each at random, " \
            "seed 7." in text

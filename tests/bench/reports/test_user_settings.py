@@ -145,12 +145,10 @@ def test_a_style_that_cannot_be_read_is_one_line(tmp_path, monkeypatch, capsys):
     assert said[-1].startswith("not drawn: ") and "not drawn" not in "".join(said[:-1])
 
 
-@pytest.mark.parametrize("where, why", [("/dev/null/a.png", "Not a directory"),
-                                        ("/dev/full/a.png", "Not a directory")])
-def test_a_picture_that_cannot_be_written_is_one_line(where, why, capsys):
-    assert main(["cube", "--grid=2x1x1", "--format=csv", "--out", where]) == 1
+def test_a_picture_that_cannot_be_written_is_one_line(capsys):
+    assert main(["cube", "--grid=2x1x1", "--format=csv", "--out", "/dev/null/a.png"]) == 1
     said = capsys.readouterr()
-    assert said.err == f"not drawn: {where} cannot be written ({why})\n"
+    assert said.err == "not drawn: /dev/null/a.png cannot be written (Not a directory)\n"
     assert said.out.startswith("table,step,")    # the steps are not lost
 
 

@@ -271,6 +271,8 @@ def test_what_cannot_be_merged_changes_nothing(measured, one, tmp_path, capsys):
             ([target.parent], "there is no .h5 file in")):
         assert main(["merge", str(target), *map(str, sources)]) == 2
         assert message in capsys.readouterr().err and not list(target.parent.iterdir())
+    assert main(["merge", str(target.with_suffix("")), str(one)]) == 2
+    assert "not end in .h5: all.h5 would do" in capsys.readouterr().err
     assert main(["merge", str(old), str(one)]) == 2
     assert "is there already: name a new file" in capsys.readouterr().err
     assert main(["merge", str(tmp_path / "no" / "all.h5"), str(one)]) == 2
