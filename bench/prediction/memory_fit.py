@@ -80,9 +80,8 @@ def choose_policy(scheme: str, grid: GridSizes, stack: Stack, limit: float,
 
 def list_policies(keep: str = "none") -> list[str]:
     """List the policies that go with `keep`; "selective" keeps no gathered operand."""
-    able = {name: keep == "none" or not recomputation.parse_policy(name).selective
-            for name in POLICIES}
-    return [name for name in POLICIES if able[name]]
+    return [name for name in POLICIES
+            if keep == "none" or not recomputation.parse_policy(name).selective]
 
 
 def judge_fit(scheme: str, grid: GridSizes, stack: Stack, limit: int,

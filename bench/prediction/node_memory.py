@@ -91,8 +91,7 @@ def estimate_by_dry_runs(one: Case, grid: tuple[int, ...], recompute: str,
 def _collected_bytes(one: Case) -> int:
     """Count the bytes of output and gradients that rank 0 collects, each whole."""
     sizes = one.verified
-    words = (cost.parameters(sizes)
-             + 2 * sizes.batch * sizes.seq * sizes.hidden)
+    words = cost.parameters(sizes) + 2 * sizes.tokens * sizes.hidden
     return words * itemsize(one.variant.dtype)
 
 
