@@ -23,6 +23,7 @@ from bench.prediction.seconds import TERMS
 from bench.prediction.training_step import TrainingStep, predict_step
 from bench.text_files import read_text
 from mm3d.config import Config, Division, Model
+from mm3d.names import suggestion
 from mm3d.schemes import find_scheme, registry
 
 COLUMNS = {"gpus": "# GPUs", "batch": "global batch", "micro": "micro batch",
@@ -61,6 +62,8 @@ class Row:
 def read_rows(path: str) -> tuple[list[Row], list[str]]:
     """Read measured steps; return them, and a line on each row that says no step.
 
+    Before these are lines on columns that are not used, and whose names are like optional ones.
+
     Raises
     ------
     UsageError
@@ -80,7 +83,10 @@ def read_rows(path: str) -> tuple[list[Row], list[str]]:
     if twice := [name for name in heads if name and names.count(name) > 1]:
         raise UsageError(f"--steps {path}: column {twice[0]!r} is there "
                          f"{names.count(twice[0])} times: one would do")
-    found, problems = [], []
+    left, taken = {*OPTIONAL} - {*names}, {*map(_plain, (*COLUMNS.values(), *OPTIONAL))}
+    problems = [f"column {name!r} is not used{near}" for name in names
+                if name not in taken and (near := suggestion(name, sorted(left)))]
+    found = []
     for number, cells in enumerate(lines[1:], 2):
         if not any(cell.strip() for cell in cells):
             continue
@@ -211,12 +217,13 @@ def fit_machine(rows: Sequence[Row], machine: Machine) -> Machine:
     Raises
     ------
     UsageError
-        When there are fewer rows than fractions.
+        When fewer rows than fractions can be predicted.
     """
-    if len(rows) < len(TERMS):
-        raise UsageError(f"{len(rows)} rows to fit {len(TERMS)} fractions to: more are needed")
     for _ in range(FIT_ROUNDS):
-        outcomes, _ = predict_rows(rows, machine)
+        outcomes, problems = predict_rows(rows, machine)
+        if len(outcomes) < len(TERMS):
+            raise UsageError("; ".join([f"{len(outcomes)} rows to fit {len(TERMS)} fractions to: "
+                                        f"more are needed", *problems[:1]]))
         parts = np.array([_parts(one, machine) for one in outcomes])
         measured = np.array([one.row.seconds for one in outcomes])
         rest = np.array([one.step.seconds for one in outcomes]) - parts.sum(axis=1)

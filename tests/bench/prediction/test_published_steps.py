@@ -144,6 +144,14 @@ def test_optional_columns_say_what_a_row_is(tmp_path):
     assert (plain.vocab, plain.scheme, plain.tied, plain.named) == (51200, "1d", True, "1f1b")
 
 
+def test_a_misspelt_column_is_named(tmp_path):
+    """But not one of something else, nor one beside the column that it is like."""
+    rows, problems = read_rows(written(tmp_path, GOOD[0] + ",1000,float16,x",
+                                       head=HEAD + ",Vocab,dtype,type"))
+    assert len(rows) == 1 and rows[0].config.model.vocab == 51200
+    assert problems == ["column 'vocab' is not used; did you mean vocabulary?"]
+
+
 def test_a_type_without_a_rate_leaves_out_its_row_alone(tmp_path, capsys):
     path = written(tmp_path, GOOD[1] + ",bfloat16", GOOD[1] + ",", GOOD[1] + ",int4",
                    head=HEAD + ",dtype")
@@ -205,6 +213,9 @@ def test_a_fit_finds_the_fractions_that_made_the_seconds(tmp_path):
     assert max(errors) < .02 < max(abs(one.error) for one in predict_rows(made, A100)[0])
     with pytest.raises(UsageError, match="4 rows"):
         fit_machine(rows[:4], A100)
+    narrow = msgspec.structs.replace(A100, gemm_rate={"float32": 1e12})
+    with pytest.raises(UsageError, match="0 rows to fit .*; line 2: machine dgx-a100 has no rate"):
+        fit_machine(rows, narrow)
 
 
 def test_the_choice_is_the_row_predicted_fastest(tmp_path):
