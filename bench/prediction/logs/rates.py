@@ -18,7 +18,10 @@ NEEDED = ("dtype", "m", "n", "k")
 def heading(text: str) -> list[str]:
     """Return the names of a table's columns, in small letters; [] if it is none of products."""
     first = next((line for line in text.splitlines() if line.strip()), "")
-    names = [name.strip().lower() for name in first.split(",")]
+    try:
+        names = [name.strip().lower() for row in read_rows(first) for name in row]
+    except ValueError:
+        return []
     return names if {"m", "n", "k"} <= {*names} else []
 
 

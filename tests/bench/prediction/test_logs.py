@@ -3,6 +3,8 @@
 The logs are made here, by the headings and columns that these programs print, of links whose
 latency and rate are known.
 """
+import re
+
 import numpy as np
 import pytest
 
@@ -181,6 +183,10 @@ def test_tables_of_products_are_read_and_fitted():
     assert rates["float16"].rate == pytest.approx(200e12, 1e-3)
     assert rates["float16"].start == pytest.approx(3e-6, 1e-3)
     assert rates["float32"].rate == pytest.approx(1.5e12)
+    quoted = re.sub("[^,\n]+", '"\\g<0>"', RATES)
+    assert fitting.heading(quoted) == ["dtype", "m", "n", "k", "tflops"]
+    assert fitting.read_rates("gemm.csv", quoted)[0] == found
+    assert fitting.heading("m,n,k," + "x" * 200_000) == []
     assert fitting.read_rates("a.csv", "m,n,k,us\n1,1,1,1")[1] == [
         "a.csv:1: columns dtype, m, n, k and one of seconds, ms, us, flops, gflops, tflops would "
         "do, not m, n, k, us"]
