@@ -4,6 +4,7 @@ from functools import cache
 from typing import NamedTuple
 
 from bench.cases.variants import itemsize
+from bench.prediction.closed_form_plan import weight_parts
 from bench.prediction.hop_seconds import place_moves, seconds_of_moves, stage_moves
 from bench.prediction.memory_fit import state_by_kind
 from bench.prediction.seconds import achieved_seconds, collective_terms
@@ -12,7 +13,8 @@ from bench.prediction.training_plans.expert_work import (Copies, copies_of_exper
                                                          gathers_of_counts)
 from bench.prediction.training_plans.layer_work import LayerBytes, LayerWork
 from bench.prediction.training_step import (adamw_seconds, expert_parameters,
-                                            layer_parameters, shards_of_experts, weight_parts)
+                                            layer_parameters, shards_of_experts,
+                                            unadded_seconds)
 from mm3d.grid.shape import GridShape
 from mm3d.model import cost
 from mm3d.tracing.events import Collective
@@ -122,7 +124,8 @@ class Estimator:
         micro, stages = self.training.microbatches(choice), choice.stages
         share = (stages - 1) / (micro * choice.chunks) * (choice.schedule != "zb-h1")
         layers = micro * self.training.gpt.layers / stages
-        return (self.products(choice.recompute) + passes * layers) * (1 + share)
+        return ((self.products(choice.recompute) + passes * layers) * (1 + share)
+                - self._unadded(choice))
 
     def _products(self, recompute: str) -> float:
         """Return the seconds of all products at their rate, divided among all GPUs."""
@@ -146,9 +149,8 @@ class Estimator:
         sums = self._last_sums(choice, sizes, strides)
         if self.training.overlap:
             sums = max(0.0, sums - busy)
-        shards = self.shards_of(choice) if choice.zero else (1, 1)
-        changed = sum(count / share for count, share in zip(sizes.most, shards))
-        return total + sums + self.adamw(changed) + self.tied(stages, strides["s"], sizes.parts)
+        changing = self.adamw(self._divided(choice, 1))
+        return total + sums + changing + self.tied(stages, strides["s"], sizes.parts)
 
     def alone(self, choice: Choice, work: LayerWork, again: float) -> float:
         """Estimate the seconds of a step without hops, replicas and optimizer.
@@ -157,6 +159,17 @@ class Estimator:
         """
         layer = work.forward + (work.backward + again)
         return self._pipelined(choice, work, layer, (0.0, 0.0))[0]
+
+    def _divided(self, choice: Choice, zero: int) -> float:
+        """Return the parameters of the stage with the most, divided from a stage of ZeRO on."""
+        sizes = self.sizes(choice.scheme, choice.grid, choice.stages, choice.expert_parallel)
+        shards = self.shards_of(choice) if choice.zero >= zero else (1, 1)
+        return sum(count / share for count, share in zip(sizes.most, shards))
+
+    def _unadded(self, choice: Choice) -> float:
+        """Return the seconds in which the first micro-batch does not add to gradients."""
+        return unadded_seconds(self.training.machine, self._divided(choice, 2),
+                               self.training.dtype)
 
     def _pipelined(self, choice: Choice, work: LayerWork, layer: float,
                    hops: tuple[float, float]) -> tuple[float, float]:
@@ -186,7 +199,7 @@ class Estimator:
                      + 2 * (stages - 1 + micro) * hops[1])
         else:
             total = micro * most + others + 2 * (stages - 1 + micro) * hops[1]
-        return total, min(busy)
+        return total - self._unadded(choice), min(busy)
 
     def _with_replicas(self, choice: Choice, work: LayerWork, sizes: StageSizes,
                        strides: dict[str, int]) -> float:

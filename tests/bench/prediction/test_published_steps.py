@@ -14,7 +14,8 @@ from bench.prediction.pipeline_model import PipelineModel
 from bench.prediction.published_steps import (COLUMNS, choices, fit_machine, predict_rows,
                                               read_rows)
 from bench.prediction.training_step import (SHARES, memory_by_kind, model_flops,
-                                            optimizer_seconds, parameters_of_rank, predict_step)
+                                            optimizer_seconds, parameters_of_rank,
+                                            predict_step, written_seconds)
 from mm3d.model.stack import Stack
 from mm3d.schemes import find_scheme
 from mm3d.training.schedules import build
@@ -86,6 +87,20 @@ def test_the_optimizer_moves_its_state_once_and_zero_divides_it():
     assert whole == pytest.approx(sum(parameters_of_rank(model)) * (2 * 2 + 6 * 4 + 2)
                                   / (A100.memory_bandwidth * A100.achieved.memory))
     assert optimizer_seconds(replace(model, zero=1), A100) == pytest.approx(whole / 4)
+
+
+def test_gradients_that_are_first_written_are_whole_up_to_zero_1():
+    """As many seconds of adding are left out as without ZeRO; from ZeRO 2 on those of shards."""
+    own = msgspec.structs.replace(A100, kernels="own")
+    model = gpt(1, data=4)
+    model = replace(model, stack=replace(model.stack, dtype="float32"))
+    every = [written_seconds(replace(model, zero=zero), own) for zero in range(4)]
+    assert every == pytest.approx([every[0], every[0], every[0] / 4, every[0] / 4])
+    assert every[0] == pytest.approx(sum(parameters_of_rank(model)) * 3 * 4 / (
+        A100.memory_bandwidth * A100.achieved.memory))
+    found = predict_step(replace(model, zero=1), own)
+    assert sum(found.shares.values()) == pytest.approx(found.seconds)
+    assert min(found.shares.values()) >= 0
 
 
 def test_memory_by_kind_is_the_peak_of_the_dry_run():
