@@ -12,11 +12,12 @@ from typing import NamedTuple, Sequence
 import numpy as np
 
 from bench.cases.variants import itemsize
+from bench.prediction.chunk_events import run_once
 from bench.prediction.closed_form_plan import (BlockSizes, LayerKind, PhaseWork, Price,
                                                collectives_of, elementwise_coefficients,
                                                grid_work, line_elements)
 from bench.prediction.kernels import attention_of, priced, with_kernels
-from bench.prediction.pipeline_model import PASSES, PipelineModel, build_once
+from bench.prediction.pipeline_model import LAYERS, PASSES, PipelineModel, build_once
 from bench.prediction.seconds import (achieved_seconds, gemm_seconds, trace_terms,
                                       with_strides)
 from bench.prediction.training_plans.choices import Choice, Training
@@ -132,7 +133,7 @@ def screened_bytes(training: Training, layer: Layer) -> tuple[LayerBytes, float]
     moved = sum(words @ elements for words in elementwise_coefficients(
         machine.kernels, attention_of(machine, training.dtype), kind))
     share, arrays = blocks.scores_held(layer.way)
-    elements[-1] *= share / largest_block(layer.micro, blocks.sequences)
+    elements[-1] *= share / blocks.batch
     saved, working, operands, grown = (size * float(words @ elements) for words in words_of(
         layer.recompute, training.dtype, kind))
     working += max(size, WIDE) * _gathered(training, layer)
@@ -268,24 +269,23 @@ def _blocks(training: Training, layer: Layer) -> BlockSizes:
 def _logits(training: Training, layer: Layer) -> float:
     """Return the largest number of logits of a rank."""
     blocks = _blocks(training, layer)
-    return (largest_block(layer.micro, blocks.sequences)
-            * largest_block(layer.positions(training), blocks.positions)
+    return (blocks.batch * largest_block(layer.positions(training), blocks.positions)
             * largest_block(training.gpt.vocab, blocks.features))
 
 
 def trace_alone(training: Training, layer: Layer) -> tuple[Trace, ...]:
     """Run a group of layers dry; where W is apart, two groups as well."""
     alone, group = replace(_of_one_group(training, layer), vocab=0), training.group
-    return tuple(alone.trace(group * groups, block=training.machine.elementwise_block,
-                             parts=PASSES)
+    return tuple(run_once(alone, group * groups, training.machine.elementwise_block, LAYERS)
                  for groups in range(1, 2 + layer.halves))
 
 
 def trace_layer(training: Training, layer: Layer,
                 alone: tuple[Trace, ...] = ()) -> tuple[Trace, ...]:
     """Run a GPT of one group dry; return also the result of `trace_alone`, before it."""
-    return (*(alone or trace_alone(training, layer)), _of_one_group(training, layer).trace(
-        training.group, block=training.machine.elementwise_block, parts=PASSES))
+    return (*(alone or trace_alone(training, layer)), run_once(
+        _of_one_group(training, layer), training.group, training.machine.elementwise_block,
+        *PASSES))
 
 
 def _of_one_group(training: Training, layer: Layer) -> PipelineModel:
