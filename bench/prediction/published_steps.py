@@ -7,6 +7,7 @@ whole forward, float16, a vocabulary of 51200 tokens, and no ZeRO.
 """
 
 import math
+import sys
 from dataclasses import dataclass, replace
 from typing import Any, Iterable, Sequence
 
@@ -34,6 +35,7 @@ COLUMNS = {"gpus": "# GPUs", "batch": "global batch", "micro": "micro batch",
 # Columns that may be missing or empty, with what is then assumed.
 OPTIONAL = {"vocabulary": "51200", "scheme": "1d", "recompute": "full", "chunks": "1",
             "tied": "yes", "overlap": "no", "dtype": "float16", "zero": "0"}
+MOST = 2 ** 20    # of any whole number: steps of more GPUs take minutes to predict
 FIT_ROUNDS = 6        # the path of a pipeline changes with the figures
 LEAST_ACHIEVED = .02
 BOUNDS = 0.3, 4.0        # of the factor of a term in a round
@@ -139,13 +141,15 @@ def _read_row(line: int, cells: list[str], heads: dict[str, int]) -> Row:
 
 
 def _number(column: str, text: str, whole: bool = True) -> float:
-    """Read a number above 0; ValueError names the column."""
+    """Read a number above 0, a whole one up to `MOST`; ValueError names the column."""
     try:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not (math.isfinite(value) and value > 0 and (not whole or value == int(value))):
-        raise ValueError(f"{column} is {text!r}: a {'whole ' * whole}number above 0 would do")
+    most = MOST if whole else sys.float_info.max
+    if not 0 < value <= most or whole and value != int(value):
+        would = f"whole number from 1 to {MOST}" if whole else "number above 0"
+        raise ValueError(f"{column} is {text!r}: a {would} would do")
     return value
 
 

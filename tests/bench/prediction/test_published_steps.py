@@ -137,6 +137,18 @@ def test_rows_are_read_and_the_rest_named(tmp_path):
     assert problems[4].startswith("line 8: no global batch, micro batch, hidden size, ")
 
 
+@pytest.mark.parametrize("place, text, would", [
+    (1, "1048577", "a whole number from 1 to 1048576"), (6, "1e300", "a whole number from 1"),
+    (6, "nan", "a whole number from 1"), (11, "inf", "a number above 0"),
+    (11, "-5", "a number above 0")])
+def test_a_number_that_no_step_has_leaves_out_its_row(place, text, would, tmp_path):
+    cells = GOOD[0].split(",")
+    rows, (problem,) = read_rows(written(
+        tmp_path, GOOD[1], ",".join([*cells[:place], text, *cells[place + 1:]])))
+    assert len(rows) == 1 and problem.startswith("line 3: ")
+    assert f" is {text!r}: {would}" in problem
+
+
 def test_lines_of_any_system_are_read_and_what_is_no_csv_is_refused(tmp_path):
     path = tmp_path / "old.csv"
     path.write_bytes("\r".join([HEAD, *GOOD]).encode())
