@@ -41,6 +41,23 @@ def build_once(name: str, ranks: int, microbatches: int) -> Schedule:
     return build(name, ranks, microbatches)
 
 
+@cache
+def mesh_shape(copies: int, shards: int, stages: int, grid: GridShape) -> GridShape:
+    """Return a mesh: copies of a model (r), replicas that divide one (d), stages (s), the grid."""
+    return GridShape("rds" + grid.directions, (copies, shards, stages, *grid.sizes))
+
+
+@cache
+def mesh_strides(mesh: GridShape, inside: str) -> dict[str, int]:
+    """Return the strides over the nodes of the directions of a mesh, of which `inside` is fastest.
+
+    See `bench.instruments.placement.mesh_order`, which says the errors.
+    """
+    order = mesh_order(mesh, inside)
+    placed = GridShape(order, [mesh[name] for name in order])
+    return {name: placed.stride(name) for name in mesh}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Replicas:
     """How a batch, and a copy of a model, are divided among replicas; as for `mm3d.Mesh`.
@@ -133,20 +150,14 @@ class PipelineModel(Replicas):
 
     @property
     def mesh(self) -> GridShape:
-        """Return the mesh: copies (r), replicas that divide one (d), stages (s), and the grid."""
-        grid = self.grids[0]
-        return GridShape("rds" + grid.directions, (
-            self.replicas // self.dividing, self.dividing, self.schedule.ranks, *grid.sizes))
+        """Return the mesh, with the grid of the first stage."""
+        return mesh_shape(self.replicas // self.dividing, self.dividing, self.schedule.ranks,
+                          self.grids[0])
 
     def strides(self, inside: str = "") -> dict[str, int]:
-        """Return the strides of the directions of the mesh over the nodes, and that of c.
-
-        `inside` varies fastest, see `bench.instruments.placement.mesh_order`, which says the
-        errors.  Replicas of a context are neighbours along d.
-        """
-        order = mesh_order(self.mesh, inside)
-        placed = GridShape(order, [self.mesh[name] for name in order])
-        return {name: placed.stride("d" if name == "c" else name) for name in (*order, "c")}
+        """Return `mesh_strides`, and that of c: replicas of a context are neighbours along d."""
+        found = mesh_strides(self.mesh, inside)
+        return found | {"c": found["d"]}
 
     @property
     def grid_name(self) -> str:

@@ -168,9 +168,13 @@ def expert_parameters(scheme: str, grid: GridShape, sizes: ModelSizes,
     """
     if experts is None:
         return 0.0
-    own = math.ceil(experts.count / parts)
     one = with_inner(replace(sizes, layers=1), experts.design.width)
-    return own * _perceptron(scheme, grid, one) / experts.every
+    return own_experts(experts, parts) * _perceptron(scheme, grid, one) / experts.every
+
+
+def own_experts(experts: ExpertOptions, parts: int) -> int:
+    """Return the experts of the first of so many replicas that divide them."""
+    return math.ceil(experts.count / parts)
 
 
 def _perceptron(scheme: str, grid: GridShape, one: ModelSizes) -> float:
@@ -232,7 +236,7 @@ def shards_of_experts(experts: ExpertOptions | None, parts: int, shards: int) ->
     parts, shards : int
         The replicas that divide the experts, and those that divide a copy of the model.
     """
-    own = math.ceil(experts.count / parts) if experts else 1
+    own = own_experts(experts, parts) if experts else 1
     return own / math.ceil(own / expert_shards(shards, parts))
 
 
@@ -269,10 +273,15 @@ def tied_seconds(model: PipelineModel, machine: Machine, inside: str = "") -> fl
     first, last = (schedule.rank_of[one] for one in (0, schedule.stage_count - 1))
     if not model.tied or first == last:
         return 0.0
-    whole = model.vocab * model.sizes.hidden / weight_parts(
-        model.scheme, model.grids[0]) * itemsize(model.stack.dtype)
+    return table_seconds(
+        machine, model.vocab * model.sizes.hidden / weight_parts(model.scheme, model.grids[0]),
+        model.stack.dtype, abs(last - first) * model.strides(inside)["s"])
+
+
+def table_seconds(machine: Machine, words: float, dtype: str, stride: int) -> float:
+    """Predict the seconds in which two ranks, a stride apart, sum a gradient of so many words."""
     return achieved_seconds(machine, collective_terms(machine, Collective(
-        "all_reduce", "s", 2, abs(last - first) * model.strides(inside)["s"], int(whole))))
+        "all_reduce", "s", 2, stride, int(words * itemsize(dtype)))))
 
 
 def model_flops(model: PipelineModel) -> dict[str, float]:

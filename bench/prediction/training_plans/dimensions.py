@@ -109,9 +109,8 @@ def _completed(training: Training, choice: Choice) -> Choice | None:
 
 def inside_nodes(choice: Choice) -> str:
     """Name the direction of more than one rank that varies fastest over the nodes."""
-    mesh = {"r": choice.replicas // choice.parts, "d": choice.parts, "s": choice.stages,
-            **choice.grid}
-    return choice.inside or ([name for name, size in mesh.items() if size > 1] or ["-"])[-1]
+    several = [name for name, size in choice.mesh.items() if size > 1]
+    return choice.inside or ["-", *several][-1]
 
 
 def describe(choice: Choice) -> str:

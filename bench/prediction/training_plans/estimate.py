@@ -7,14 +7,15 @@ from bench.cases.variants import itemsize
 from bench.prediction.closed_form_plan import weight_parts
 from bench.prediction.hop_seconds import place_moves, seconds_of_moves, stage_moves
 from bench.prediction.memory_fit import state_by_kind
+from bench.prediction.pipeline_model import mesh_strides
 from bench.prediction.seconds import achieved_seconds, collective_terms
-from bench.prediction.training_plans.choices import Choice, Training, mesh_strides
+from bench.prediction.training_plans.choices import Choice, Training
 from bench.prediction.training_plans.expert_work import (Copies, copies_of_experts,
                                                          gathers_of_counts)
 from bench.prediction.training_plans.layer_work import LayerBytes, LayerWork
 from bench.prediction.training_step import (adamw_seconds, expert_parameters,
                                             layer_parameters, shards_of_experts,
-                                            unadded_seconds)
+                                            table_seconds, unadded_seconds)
 from mm3d.grid.shape import GridShape
 from mm3d.model import cost
 from mm3d.tracing.events import Collective
@@ -141,8 +142,7 @@ class Estimator:
         stages, strides = choice.stages, choice.strides
         sizes = self.sizes(choice.scheme, choice.grid, stages, choice.expert_parallel)
         between = self.hop(choice.scheme, choice.grid,
-                           (choice.micro, -(-self.training.seq // choice.context)),
-                           (choice.replicas // choice.parts, choice.parts, stages),
+                           (choice.micro, -(-self.training.seq // choice.context)), choice.mesh,
                            choice.inside) if hops and stages > 1 else (0.0, 0.0)
         total, busy = self._pipelined(choice, work, self._with_replicas(
             choice, work, sizes, strides), between)
@@ -274,17 +274,16 @@ class Estimator:
         terms["latency"] *= arrays
         return achieved_seconds(machine, terms)
 
-    def _hop(self, scheme: str, grid: GridShape, tokens: tuple[int, int],
-             rds: tuple[int, int, int], inside: str) -> tuple[float, float]:
+    def _hop(self, scheme: str, grid: GridShape, tokens: tuple[int, int], mesh: GridShape,
+             inside: str) -> tuple[float, float]:
         """Return the mean seconds of a hop between stages, and those of the longest.
 
         The longest is on two nodes if any is, and the first on one node if any is.  `tokens` are
         the sequences of a micro-batch, and a replica's positions in each.
         """
         training, per_node = self.training, self.training.machine.ranks_per_node
-        stride = mesh_strides(*rds, grid, inside)["s"]
-        crossing = min(rds[2] - 2, max(0, per_node // stride - 1))
-        mesh = GridShape("rds" + grid.directions, (*rds, *grid.sizes))
+        stride = mesh_strides(mesh, inside)["s"]
+        crossing = min(mesh["s"] - 2, max(0, per_node // stride - 1))
         moves = stage_moves(scheme, grid, grid, (*tokens, training.gpt.hidden), {})
         first, longest = (seconds_of_moves(training.machine, *place_moves(
             moves, itemsize(training.dtype), mesh, inside, per_node, (source, source + 1)))[0]
@@ -294,9 +293,8 @@ class Estimator:
 
     def _tied(self, stages: int, stride: int, parts: int) -> float:
         """Return the seconds to sum the gradient of a tied table over the first and last stage."""
-        gpt, machine = self.training.gpt, self.training.machine
+        gpt = self.training.gpt
         if not gpt.tied or stages == 1:
             return 0.0
-        whole = gpt.vocab * gpt.hidden / parts * itemsize(self.training.dtype)
-        return achieved_seconds(machine, collective_terms(machine, Collective(
-            "all_reduce", "s", 2, (stages - 1) * stride, int(whole))))
+        return table_seconds(self.training.machine, gpt.vocab * gpt.hidden / parts,
+                             self.training.dtype, (stages - 1) * stride)

@@ -22,8 +22,8 @@ from bench.prediction.seconds import (achieved_seconds, gemm_seconds, trace_term
                                       with_strides)
 from bench.prediction.training_plans.choices import Choice, Training
 from bench.prediction.training_plans.expert_work import (EXPERTS, WIDE, Calls, exchanges,
-                                                         gathered_words, own_experts,
-                                                         split_seconds)
+                                                         gathered_words, split_seconds)
+from bench.prediction.training_step import own_experts
 from mm3d import ModelSizes
 from mm3d.grid.activations import chunks_of
 from mm3d.grid.shape import GridShape
@@ -306,9 +306,7 @@ def layer_bytes(training: Training, layer: Layer, alone: Sequence[Trace],
 
 
 def _gathered(training: Training, layer: Layer) -> int:
-    """Return the words of the larger weight of all of a rank's experts, as products have it."""
-    if training.gpt.experts is None:
-        return 0
+    """Return the result of `gathered_words`."""
     return gathered_words(layer.scheme, layer.grid, training.stack(layer.micro, "none", 1).sizes,
                           training.gpt.experts, layer.experts)
 
