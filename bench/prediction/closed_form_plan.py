@@ -10,6 +10,7 @@ from typing import Callable, Iterable, Mapping
 
 import numpy as np
 
+from bench.cases.variants import itemsize
 from bench.prediction import machine_model
 from bench.prediction.kernels import attention_of, with_kernels
 from bench.prediction.seconds import achieved_seconds, collective_terms, gemm_seconds
@@ -287,7 +288,7 @@ def grid_work(name: str, grid: GridShape, machine: machine_model.Machine, stack:
 
     `context` is the number of grids among which positions are divided, and the way of attention.
     """
-    size, whole = np.dtype(stack.dtype).itemsize, stack.sizes
+    size, whole = itemsize(stack.dtype), stack.sizes
     dtype, recompute, experts = stack.dtype, stack.recompute, stack.experts
     blocks = BlockSizes(name, grid, whole, context[0])
     sizes = replace(whole, seq=blocks.own)    # of a grid

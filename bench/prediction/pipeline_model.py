@@ -12,6 +12,7 @@ from typing import Any, Callable, Self
 import numpy as np
 
 import mm3d
+from bench.cases.variants import itemsize
 from bench.instruments.placement import mesh_order
 from mm3d import ModelSizes
 from mm3d.config import Config
@@ -298,7 +299,7 @@ class PipelineModel(Replicas):
         Types of 16 bits are trained with masters in float32.  Where `prepare` is called with the
         model, before the step, the trace tells memory alone.
         """
-        master = "float32" if optimizer and np.dtype(self.stack.dtype).itemsize == 2 else None
+        master = "float32" if optimizer and itemsize(self.stack.dtype) == 2 else None
 
         def step(model: mm3d.Pipeline, trace: Trace) -> None:
             change = AdamW(model, 1e-3).step if optimizer else model.refresh

@@ -7,8 +7,8 @@ choice is a line here, a field of `Choice`, and its price in `estimate`.
 from dataclasses import dataclass
 from typing import Any, Callable, Iterable, Iterator
 
-from bench.prediction.training_plans.choices import (Choice, FEW_GPUS, MOST_CONTEXT, MOST_NODES,
-                                                     POLICIES, Training)
+from bench.prediction.training_plans.choices import (Choice, FEW_GPUS, MOST_ACTIONS, MOST_CONTEXT,
+                                                     MOST_NODES, POLICIES, Training)
 from mm3d.grid.shape import GridShape
 
 ZERO = range(4)
@@ -137,4 +137,6 @@ def pruned(training: Training) -> str:
     if training.gpus > FEW_GPUS:
         found.append(f"above {FEW_GPUS} GPUs, stages of more ranks than {MOST_NODES} nodes have, "
                      f"{training.most_places}, and more shards than one has, unless all replicas")
+    if training.batch > MOST_ACTIONS:
+        found.append(f"more than {MOST_ACTIONS} micro-batches in all stages")
     return "; ".join(found)
