@@ -127,7 +127,8 @@ class LayerKind:
 
 @cache
 def elementwise_coefficients(kernels: str = "numpy", attention: str = "flash",
-                             kind: LayerKind = LayerKind()) -> tuple[np.ndarray, np.ndarray]:
+                             kind: LayerKind = LayerKind(), dtype: str = "float32"
+                             ) -> tuple[np.ndarray, np.ndarray]:
     """Return coefficients of the words that elementwise work reads and writes in a layer.
 
     But for `gradient_words` they are linear in the numbers of `BlockSizes.elements`.  For both
@@ -135,22 +136,21 @@ def elementwise_coefficients(kernels: str = "numpy", attention: str = "flash",
 
     Parameters
     ----------
-    kernels, attention : str
-        As of `bench.prediction.machine_model.Machine`.
+    kernels, attention, dtype : str
+        As of `bench.prediction.machine_model.Machine`, and the type of the values.
     kind : LayerKind
         The kind of the layer; with experts it is the mean of those with and without.
     """
     rows, found = [], {phase: [] for phase in PHASES}
-    layers = kind.layers
     for ranks, seq in ((1, 64), (3, 64), (4, 64), (1, 128)):
         sizes = kind.small(256, 4, seq)
-        trace = with_kernels(dry_run.trace_step("1d", ranks, **sizes, experts=kind.experts),
-                             kernels, attention, "float32", sizes.head)
+        trace = dry_run.trace_step("1d", ranks, **sizes, dtype=dtype, experts=kind.experts)
+        trace = with_kernels(trace, kernels, attention, dtype, sizes.head)
         rows.append(line_elements(ranks, sizes))
         added = ADDED * trace.parameters / 2 * (kernels != "fused")    # of values and gradients
         for phase, others in zip(PHASES, (0, added)):
             moved = sum(e.bytes * n for e, n in trace.count(Pass, phase).items()) - others
-            found[phase].append(moved / 4 / layers)
+            found[phase].append(moved / itemsize(dtype) / kind.layers)
     return tuple(np.linalg.solve(np.array(rows), np.array(found[phase]))
                  for phase in PHASES)
 
@@ -310,7 +310,7 @@ def grid_work(name: str, grid: GridShape, machine: machine_model.Machine, stack:
     moved, moved_back = (sizes["layers"] * size * float(coefficients @ blocks.elements())
                          for coefficients in elementwise_coefficients(
                              machine.kernels, attention_of(machine, dtype),
-                             LayerKind.of(sizes, experts)))
+                             LayerKind.of(sizes, experts), dtype))
     # Every policy repeats the elementwise work, and two joined policies repeat it twice.
     chosen = parse_policy(recompute)
     moved_back += (bool(chosen.group_size) + chosen.selective) * moved

@@ -131,7 +131,7 @@ def screened_bytes(training: Training, layer: Layer) -> tuple[LayerBytes, float]
     elements = blocks.elements()
     kind = LayerKind.of(blocks.sizes, training.gpt.experts)
     moved = sum(words @ elements for words in elementwise_coefficients(
-        machine.kernels, attention_of(machine, training.dtype), kind))
+        machine.kernels, attention_of(machine, training.dtype), kind, training.dtype))
     share, arrays = blocks.scores_held(layer.way)
     elements[-1] *= share / blocks.batch
     saved, working, operands, grown = (size * float(words @ elements) for words in words_of(
@@ -176,11 +176,12 @@ def words_of(recompute: str, dtype: str, kind: LayerKind) -> tuple[np.ndarray, .
 
 
 @cache
-def launches(kernels: str, attention: str, recompute: str, kind: LayerKind) -> tuple[int, int]:
+def launches(kernels: str, attention: str, recompute: str, kind: LayerKind,
+             dtype: str) -> tuple[int, int]:
     """Count the operations that a rank starts in a period of layers, forward and backward."""
     sizes = kind.small(64, 2, 8)
-    trace = with_kernels(dry_run.trace_step("1d", 2, **sizes, recompute=recompute,
-                                            experts=kind.experts), kernels, attention, "float32",
+    trace = with_kernels(dry_run.trace_step("1d", 2, **sizes, recompute=recompute, dtype=dtype,
+                                            experts=kind.experts), kernels, attention, dtype,
                          sizes.head)
     return tuple(sum(times for (when, _, event), times in trace.events.items() if when == phase
                      and not isinstance(event, (Boundary, Call, Collective, Overlapped)))
@@ -215,10 +216,10 @@ def screen_layer(training: Training, layer: Layer) -> ScreenedLayer:
     of_rank = experts and replace(experts, count=own_experts(experts, layer.experts),
                                   top=min(experts.top, own_experts(experts, layer.experts)))
     split = split_seconds(training, layer.scheme, layer.grid, layer.micro, layer.experts)
+    counts = launches(machine.kernels, attention_of(machine, training.dtype), layer.recompute,
+                      LayerKind.of(stack.sizes, of_rank), training.dtype)
     started = [machine.launch_seconds * count / machine.achieved.latency + times * split
-               for count, times in zip(launches(
-                   machine.kernels, attention_of(machine, training.dtype), layer.recompute,
-                   LayerKind.of(stack.sizes, of_rank)), (1, 2 + (layer.recompute == "full")))]
+               for count, times in zip(counts, (1, 2 + (layer.recompute == "full")))]
     halves = cost.flops_of_halves(stack.sizes, experts)
     share = halves["backward_weights"] / (
         sum(halves.values()) + cost.flops_again(stack.sizes, layer.recompute, experts))

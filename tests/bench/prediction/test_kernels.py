@@ -3,6 +3,7 @@
 from collections import Counter
 
 import msgspec
+import numpy as np
 import pytest
 
 from bench.errors import UsageError
@@ -176,17 +177,20 @@ def test_seconds_of_fused_kernels_are_bytes_and_operations_over_rates():
 
 
 @pytest.mark.parametrize("kernels", ["numpy", "own", "fused"])
-@pytest.mark.parametrize("seq", [64, 4096])
-def test_closed_forms_count_the_passes_of_any_layer(kernels, seq):
-    """Also of one much longer than those that they are fitted to, and of little but weights."""
+@pytest.mark.parametrize("seq, dtype", [(64, "float32"), (4096, "float32"), (4096, "float16")])
+def test_closed_forms_count_the_passes_of_any_layer(kernels, seq, dtype):
+    """Also of one much longer than those that they are fitted to, and of little but weights; and
+    in 16 bits, where NumPy computes in 32."""
     sizes, grid = ModelSizes(1, 1024, 16, 1, seq), GridShape("x", (4,))
-    trace = with_kernels(dry_run.trace_step("1d", 4, **sizes), kernels, "flash", "float32", 64)
-    forms = elementwise_coefficients(kernels, "flash")
+    trace = with_kernels(dry_run.trace_step("1d", 4, **sizes, dtype=dtype), kernels, "flash",
+                         dtype, 64)
+    forms = elementwise_coefficients(kernels, "flash", dtype=dtype)
     added = 3 * gradient_words("1d", grid, sizes, None) * (kernels != "fused")
     for phase, words, more in zip(PHASES, forms, (0, added)):
         moved = sum(times * one.bytes for one, times in trace.count(Pass, phase).items())
-        assert 4 * (words @ BlockSizes("1d", grid, sizes).elements() + more) == pytest.approx(
-            moved, rel=.03)
+        assert np.dtype(dtype).itemsize * (
+            words @ BlockSizes("1d", grid, sizes).elements() + more) == pytest.approx(
+                moved, rel=.03)
 
 
 def test_a_machine_with_other_kernels_is_refused(tmp_path):
