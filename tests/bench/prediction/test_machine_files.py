@@ -34,10 +34,11 @@ def written(folder: Path, change: str) -> str:
 
 
 @pytest.mark.parametrize("change, said", [
-    *((f"{name} = {value}", f"{name} = {shown}: a number from ")
-      for name in ("memory_bytes", "memory_bandwidth", "ranks_per_node", "launch_seconds")
-      for value, shown in (("nan", "nan"), ("inf", "inf"), ("-1", "-1"), ("-1e9", "-1000000000.0"),
-                           ('"5"', "'5'"), ("true", "True"), ("1e300", "1e+300"))),
+    *((f"memory_bytes = {value}", f"memory_bytes = {shown}: a number from ") for value, shown in (
+        ("nan", "nan"), ("inf", "inf"), ("-1", "-1"), ("-1e9", "-1000000000.0"), ('"5"', "'5'"),
+        ("true", "True"), ("1e300", "1e+300"))),
+    *((f"{name} = -1", f"{name} = -1: a number from ") for name in (
+        "memory_bandwidth", "ranks_per_node", "launch_seconds")),
     ("ranks_per_node = 0", "ranks_per_node = 0: "),
     ("ranks_per_node = 2.5", "ranks_per_node: a whole number would do, not a number"),
     ("memory_bandwidth = 0", "memory_bandwidth = 0: "),
