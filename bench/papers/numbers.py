@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Callable, Mapping
 
-FORM = re.compile(r"-?\d+(?:\.(\d+))?(?:e(\d+))?")
+FORM = re.compile(r"-?\d+(?:\.(\d+))?(?:e(\d{1,3}))?")
 MOST_ROUNDED = 8    # inputs of a cell: each doubles what its interval takes
 MEANINGS = {"=": "equal in all printed digits", "~": "within the rounding of the printed inputs",
             "t": "truncated, not rounded", "<": "more than a search finds",

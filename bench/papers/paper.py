@@ -145,6 +145,9 @@ def _rows_of(table: Table) -> list[dict[str, Value]]:
         rows = [[one.scheme, one.gpus, one.batch, one.hidden, *(
             f"{time:.3f}" for time in (one.forward, one.backward, one.average))]
             for one in load_tables().rows if one.table == table.cases]
+    if twice := [name for name in columns if columns.count(name) > 1]:
+        raise UsageError(f"{table.name}: {columns.count(twice[0])} columns are called "
+                         f"{twice[0]!r}: one would do")
     for row in rows or [[]]:
         if len(row) != len(columns) or not row:
             raise UsageError(f"{table.name}: the row {row} has {len(row)} values: one for each of "
@@ -171,9 +174,10 @@ def _judge(one: Computed, formulas: list[Callable[..., Any]], known: Mapping[str
         value = compute(formulas[1], every[1]) / unit
         return (Rounded(f"{float(value):g}", value, Fraction(0)), found, (found, found),
                 "=" if value == found else "!")
-    printed = known.get(one.column) or None
-    if isinstance(printed, (int, str, Fraction)):
+    printed = known.get(one.column, "")
+    if not isinstance(printed, Rounded) and printed != "":
         raise ValueError(f"{printed!r} is no printed number: a text of digits would do")
+    printed = printed or None
     return printed, found, *judge(printed, found, lambda: tuple(
         end / unit for end in compute_reach(formulas[0], every[0])), one.searched)
 

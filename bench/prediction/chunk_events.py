@@ -3,7 +3,7 @@
 from collections import Counter
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -37,11 +37,12 @@ def events_of_chunk(model: PipelineModel, layers: int, stage: int, block: int) -
     alone = replace(ends if ends is model else _one_replica(model, (grid,)), vocab=0,
                     stack=replace(model.stack, causal=causal))
     runs = [dry_run.extrapolate(
-        lambda count: _copied(_run_of(alone, count, alone.grids.index(grid), block, LAYERS)),
+        lambda count: _copied(run_once(alone, count, block, LAYERS,
+                                       stage=alone.grids.index(grid))),
         layers, dry_run.period_of(model.stack.recompute, model.experts), least=1)]
     if model.vocab:
         group = dry_run.period_of("none", model.experts)
-        runs.append(_run_of(ends, group, where, block, ENDS))
+        runs.append(run_once(ends, group, block, ENDS, stage=where))
     if model.replicas > 1:
         runs.append(model.trace(layers, stage=stage, block=block, parts=(SUMS,)))
     found = copy(runs[0])
@@ -50,10 +51,19 @@ def events_of_chunk(model: PipelineModel, layers: int, stage: int, block: int) -
     return found
 
 
-@cache
-def _run_of(model: PipelineModel, layers: int, stage: int, block: int, part: str) -> Trace:
-    """Run a part dry."""
-    return model.trace(layers, stage=stage, block=block, parts=(part,), extrapolates=False)
+def run_once(model: PipelineModel, layers: int, block: int, *parts: str, stage: int = 0) -> Trace:
+    """Run parts dry, once for models that differ in their layers alone; do not change the trace.
+
+    Parameters are as of `PipelineModel.trace`, without extrapolation.
+    """
+    return _run_of(replace(model, stack=replace(model.stack, layers=1)), layers, block, parts,
+                   stage)
+
+
+@lru_cache(maxsize=512)
+def _run_of(model: PipelineModel, layers: int, block: int, parts: tuple[str, ...],
+            stage: int) -> Trace:
+    return model.trace(layers, stage=stage, block=block, parts=parts, extrapolates=False)
 
 
 def _copied(trace: Trace) -> Trace:

@@ -10,9 +10,10 @@ from typing import Callable, Iterable, Mapping
 
 import numpy as np
 
+from bench.cases.variants import itemsize
 from bench.prediction import machine_model
 from bench.prediction.kernels import attention_of, with_kernels
-from bench.prediction.seconds import TERMS, achieved_seconds, collective_terms, gemm_seconds
+from bench.prediction.seconds import achieved_seconds, collective_terms, gemm_seconds
 from mm3d import ModelSizes
 from mm3d.grid.layout import divided_directions, without_faces
 from mm3d.grid.shape import GridShape
@@ -27,6 +28,7 @@ from mm3d.schemes.closed_form import Move, largest_block
 from mm3d.tracing import dry_run
 from mm3d.tracing.events import Collective, Gemm, PHASES, Pass
 
+ADDED = 3    # numbers that are moved to add one to a gradient
 Price = Callable[[Collective], float]    # in seconds
 # Arrays of keys or values that backward holds of a whole context, or of a block that goes round.
 OF_OTHERS = {"gather": 6, "ring": 8}
@@ -125,29 +127,30 @@ class LayerKind:
 
 @cache
 def elementwise_coefficients(kernels: str = "numpy", attention: str = "flash",
-                             kind: LayerKind = LayerKind()) -> tuple[np.ndarray, np.ndarray]:
+                             kind: LayerKind = LayerKind(), dtype: str = "float32"
+                             ) -> tuple[np.ndarray, np.ndarray]:
     """Return coefficients of the words that elementwise work reads and writes in a layer.
 
-    These words are linear in the numbers of `BlockSizes.elements`.  For each of forward and
-    backward, four small dry runs give the four coefficients; on three ranks heads are uneven.
+    But for `gradient_words` they are linear in the numbers of `BlockSizes.elements`.  For both
+    phases, four small dry runs give the four coefficients; on three ranks heads are uneven.
 
     Parameters
     ----------
-    kernels, attention : str
-        As of `bench.prediction.machine_model.Machine`.
+    kernels, attention, dtype : str
+        As of `bench.prediction.machine_model.Machine`, and the type of the values.
     kind : LayerKind
         The kind of the layer; with experts it is the mean of those with and without.
     """
     rows, found = [], {phase: [] for phase in PHASES}
-    layers = kind.layers
     for ranks, seq in ((1, 64), (3, 64), (4, 64), (1, 128)):
         sizes = kind.small(256, 4, seq)
-        trace = with_kernels(dry_run.trace_step("1d", ranks, **sizes, experts=kind.experts),
-                             kernels, attention, "float32", sizes.head)
+        trace = dry_run.trace_step("1d", ranks, **sizes, dtype=dtype, experts=kind.experts)
+        trace = with_kernels(trace, kernels, attention, dtype, sizes.head)
         rows.append(line_elements(ranks, sizes))
-        for phase in PHASES:
-            moved = sum(e.bytes * n for e, n in trace.count(Pass, phase).items())
-            found[phase].append(moved / 4 / layers)
+        added = ADDED * trace.parameters / 2 * (kernels != "fused")    # of values and gradients
+        for phase, others in zip(PHASES, (0, added)):
+            moved = sum(e.bytes * n for e, n in trace.count(Pass, phase).items()) - others
+            found[phase].append(moved / itemsize(dtype) / kind.layers)
     return tuple(np.linalg.solve(np.array(rows), np.array(found[phase]))
                  for phase in PHASES)
 
@@ -162,12 +165,8 @@ class BlockSizes:
 
     Parameters
     ----------
-    name : str
-        The scheme.
-    grid : GridShape
-        Sizes of its directions.
-    sizes : ModelSizes
-        Sizes of the model.
+    name, grid, sizes : str, GridShape, ModelSizes
+        The scheme, the sizes of its directions, and those of the model.
     context : int
         Number of grids among which the positions are divided.
     """
@@ -182,21 +181,20 @@ class BlockSizes:
             for letters in (*one[0].split(","), one[1])) for one in (outer, inner))
         self.inside = self.sequences, self.positions, self.features = inside
         self.heads = sizes.group * largest_block(sizes.kv_heads, self.features)
+        self.batch = largest_block(sizes.batch, self.sequences)
+        self.queries = largest_block(self.own, self.positions)
 
     def attention_products(self, dtype: str) -> Gemm:
         """Return the batch of products of attention in a forward pass."""
-        batch, seq = self.sizes["batch"], self.sizes["seq"]
-        pairs = largest_block(batch, self.sequences) * self.heads
-        return Gemm(2 * pairs, largest_block(self.own, self.positions), self.sizes.head, seq,
+        return Gemm(2 * self.batch * self.heads, self.queries, self.sizes.head, self.sizes.seq,
                     dtype)
 
     @property
     def outer_block(self) -> tuple[int, int]:
         """Return the tokens and features of an outer activation."""
         sequences, positions, features = self.outside
-        return (largest_block(self.sizes.batch, sequences)
-                * largest_block(self.own, positions),
-                largest_block(self.sizes.hidden, features))
+        tokens = largest_block(self.sizes.batch, sequences) * largest_block(self.own, positions)
+        return tokens, largest_block(self.sizes.hidden, features)
 
     def elements(self) -> np.ndarray:
         """Count elements of an outer activation, of inner ones and of the scores.
@@ -204,13 +202,12 @@ class BlockSizes:
         Inner ones are those of attention, in whole heads with their queries, and a quarter of the
         perceptron's, which is as wide as the outer one by default.
         """
-        batch, seq = self.sizes.batch, self.sizes.seq
-        rows = largest_block(batch, self.sequences) * largest_block(self.own, self.positions)
+        rows = self.batch * self.queries
         return np.array([
             math.prod(self.outer_block),
             rows * self.heads * self.sizes.head,
             rows * largest_block(self.sizes.inner, self.features) / INNER_FACTOR,
-            rows * seq * self.heads], float)
+            rows * self.sizes.seq * self.heads], float)
 
     def words_of_others(self, way: str) -> float:
         """Return the words of others' keys and values, and of their gradients, in backward."""
@@ -238,16 +235,9 @@ def screen_grid(name: str, grid: GridShape, machine: machine_model.Machine,
 
     With experts no token is dropped, and all experts' products are as fast as one product.
     """
-    seconds, words = price_grid(name, grid, machine, stack)
-    bound = math.nan if stack.experts else words_over_bound(name, grid, stack.sizes)
-    return Plan(name, grid, seconds["forward"], seconds["backward"], words, bound)
-
-
-def price_grid(name: str, grid: GridShape, machine: machine_model.Machine,
-               stack: Stack) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the predicted seconds of each phase, and the words that a rank moves."""
     (found, words), price = grid_work(name, grid, machine, stack), collective_price(machine)
-    return {phase: one.seconds(price) for phase, one in found.items()}, words
+    bound = math.nan if stack.experts else words_over_bound(name, grid, stack.sizes)
+    return Plan(name, grid, *(found[phase].seconds(price) for phase in PHASES), words, bound)
 
 
 @dataclass(frozen=True)
@@ -298,14 +288,13 @@ def grid_work(name: str, grid: GridShape, machine: machine_model.Machine, stack:
 
     `context` is the number of grids among which positions are divided, and the way of attention.
     """
-    size, whole = np.dtype(stack.dtype).itemsize, stack.sizes
+    size, whole = itemsize(stack.dtype), stack.sizes
     dtype, recompute, experts = stack.dtype, stack.recompute, stack.experts
     blocks = BlockSizes(name, grid, whole, context[0])
     sizes = replace(whole, seq=blocks.own)    # of a grid
     moves = cost.moves(name, grid, sizes, recompute, experts)
     words = {phase: sum(m.words for m in found.values()) / grid.ranks
              for phase, found in moves.items()}
-    spent = {phase: dict.fromkeys(TERMS, 0.0) for phase in PHASES}
     flash = attention_of(machine, dtype) == "flash"
     scores = blocks.attention_products(dtype)
     attention = sizes["layers"] * (scores.flops / machine.gemm_rate[dtype] if flash else
@@ -314,28 +303,43 @@ def grid_work(name: str, grid: GridShape, machine: machine_model.Machine, stack:
         times * local.count * gemm_seconds(machine, Gemm(1, *local[:3], dtype))
         for product, times in cost.products(sizes, experts).items()
         for local in find_scheme(name).local_products(grid, product))
-    again = (cost.flops_again(whole, recompute, experts)
-             / cost.flops(whole, experts)["forward"])
-    spent["forward"]["gemm"] = forward
-    spent["backward"]["gemm"] = (2 + again) * forward
+    again = cost.flops_again(whole, recompute, experts) / cost.flops(whole, experts)["forward"]
+    backward = (2 + again) * forward
     if machine.kernels != "fused" or flash:    # scores are multiplied once more
-        spent["backward"]["gemm"] += attention / 2
-    for phase, coefficients in zip(PHASES, elementwise_coefficients(
-            machine.kernels, attention_of(machine, dtype), LayerKind.of(sizes, experts))):
-        spent[phase]["memory"] = (sizes["layers"] * size * float(coefficients @ blocks.elements())
-                                  / machine.memory_bandwidth)
+        backward += attention / 2
+    moved, moved_back = (sizes["layers"] * size * float(coefficients @ blocks.elements())
+                         for coefficients in elementwise_coefficients(
+                             machine.kernels, attention_of(machine, dtype),
+                             LayerKind.of(sizes, experts), dtype))
     # Every policy repeats the elementwise work, and two joined policies repeat it twice.
     chosen = parse_policy(recompute)
-    spent["backward"]["memory"] += (bool(chosen.group_size) + chosen.selective
-                                    ) * spent["forward"]["memory"]
+    moved_back += (bool(chosen.group_size) + chosen.selective) * moved
+    if machine.kernels != "fused":    # within whose products terms of gradients are added
+        moved_back += ADDED * size * gradient_words(name, grid, whole, experts)
     found = {phase: collectives_of(moves[phase].values(), grid, size) for phase in PHASES}
     if context[0] > 1:
         over = context_moves(name, grid, whole, *context, recompute)
         for phase in PHASES:
             found[phase] += tuple(_over_context(move, context[0], grid, size)
                                   for move in over[phase].values())
-    return {phase: PhaseWork(achieved_seconds(machine, spent[phase]), found[phase])
-            for phase in PHASES}, words
+    return {phase: PhaseWork(achieved_seconds(machine, {
+        "gemm": gemm, "memory": memory / machine.memory_bandwidth}), found[phase])
+        for phase, gemm, memory in zip(PHASES, (forward, backward), (moved, moved_back))}, words
+
+
+def gradient_words(name: str, grid: GridShape, sizes: ModelSizes,
+                   experts: ExpertOptions | None) -> float:
+    """Return the words of a rank's gradients, those of all experts among them."""
+    words = cost.parameters(sizes)
+    if experts:
+        more = sizes.layers // experts.every * (experts.count - 1)
+        words += more * (sizes.architecture.gates + 1) * sizes.hidden * sizes.inner
+    return words / weight_parts(name, grid)
+
+
+def weight_parts(scheme: str, grid: GridShape) -> int:
+    """Return the number of ranks among which a weight is divided: the others hold copies."""
+    return grid.ranks_along(name for name in grid if name in find_scheme(scheme).down_weight)
 
 
 def _over_context(move: Move, ranks: int, grid: GridShape, size: int) -> tuple[Collective, int]:

@@ -6,14 +6,16 @@
 import math
 import re
 import sys
-from typing import Any, Literal
+from typing import Any, Iterator, Literal
 
 import msgspec
 import numpy as np
 
+from bench.cases.variants import VARIANT_DTYPES
 from bench.cluster.spec import Cluster
 from bench.errors import UsageError
 from bench.text_files import read_described
+from mm3d.grid.axis import COLLECTIVES
 from mm3d.transport.choice import HOST_TRANSPORTS
 
 TEXTS = ("name", "about", "sources", "transport", "kind", "pieces",
@@ -23,20 +25,19 @@ LEAST = {**dict.fromkeys(("launch_seconds", "seconds_per_message", "gemm_half_si
                           "gemm_seconds", "block", "ranks", "cores", "waiting",
                           "node_waiting"), 0),
          "alpha": -LARGEST, "beta": -LARGEST}    # of others it is `SMALLEST`
-
+NUMBERS = ("gemm_rate", "gemm_deviations", "waiting", "node_waiting")    # by names
+SHAPE = re.compile("x".join([r"0*[1-9]\d*"] * 3))    # of a product
 RETIRED = ("call_seconds", "peer_seconds")    # 0 in all files that were measured
 
 
 class Level(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A level of the network: latency of a message, and bandwidth in one direction.
-
-    Inside a node each rank has the bandwidth to itself; between nodes the ranks of a node share
-    it.
+    """A level of the network.
 
     Attributes
     ----------
     seconds_per_message, bytes_per_second : float
-        Latency, and bandwidth in one direction.
+        Latency, and bandwidth in one direction, which inside a node each rank has to itself, and
+        which the ranks of a node share between nodes.
     """
 
     seconds_per_message: float
@@ -61,6 +62,9 @@ class Achieved(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     node: float
     network: float
     latency: float = 1.0
+
+
+MOST = dict.fromkeys(Achieved.__struct_fields__, 1)    # of others it is `LARGEST`
 
 
 class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -175,9 +179,8 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cores : int
         Number of cores that the measuring ranks shared; 0 where each had its own.
     waiting : dict of int to float
-        Additional seconds of a barrier in a step, by its number of ranks.  A barrier takes longer
-        between other work than repeated alone: ranks arrive at different times, and other work
-        has used the caches.
+        Seconds that a barrier takes longer in a step than repeated alone, by its number of ranks:
+        they arrive at different times, and other work has used the caches.
     node_waiting : dict of int to float
         The same for barriers inside a node; `waiting` is then for those between nodes alone.
     kernels, attention : {"numpy", "own", "fused"}, {"flash", "softmax"}
@@ -292,7 +295,8 @@ def load_machine(name: str, dtype: str = "") -> Machine:
     """
     machine = read_described(
         "machine", name, Machine,
-        lambda tree: msgspec.convert(tree, Machine, str_keys=True), _find_problem, RETIRED)
+        lambda tree: msgspec.convert(tree, Machine, str_keys=True),
+        lambda tree: next(_problems(tree), ""), RETIRED)
     if dtype and (lacking := missing_rate(machine, dtype)):
         raise UsageError(lacking)
     return machine
@@ -306,41 +310,41 @@ def missing_rate(machine: Machine, dtype: str) -> str:
             f"{', '.join(machine.gemm_rate) or 'none'}")
 
 
-def _find_problem(value: Any, key: str = "", field: str = "") -> str:
-    """Describe the first value of a machine file that is no number or out of range; "" if none.
+def _problems(value: Any, key: str = "", field: str = "") -> Iterator[str]:
+    """Describe values of a machine file that are no numbers or out of range, and wrong names.
 
-    Parameters
-    ----------
-    value, key : object, str
-        The value in the file, and its place there.
-    field : str
-        The field of a `Machine` or its parts that `value` belongs to.
+    `key` is the place of `value`, and `field` the field of a `Machine`, or of its parts, there.
     """
     if field in TEXTS:
-        return ""
+        return
     if isinstance(value, list):
-        return next(filter(None, (_find_problem(item, f"{key}[{place}]", field)
-                                  for place, item in enumerate(value))), "")
-    if isinstance(value, dict):
-        return next(filter(None, (_find_problem(
-            item, f"{key}.{name}" if key else name,
-            field if field in ("gemm_rate", "gemm_deviations", "waiting", "node_waiting")
-            else name) for name, item in value.items())), "") or _find_wrong_table(
-                value, key, field)
-    least = LEAST.get(field, SMALLEST)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not (
-            least <= value <= LARGEST):
-        return f"{key} = {value!r}: a number from {least:g} to {LARGEST:g} would do"
-    return ""
+        for place, item in enumerate(value):
+            yield from _problems(item, f"{key}[{place}]", field)
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            # A name that a user has chosen is no field.
+            of = field if field in NUMBERS else "curve" if field == "passes" else name
+            yield from _problems(item, f"{key}.{name}".lstrip("."), of)
+        yield from _wrong_names(value, key, field)
+    else:
+        least, most = LEAST.get(field, SMALLEST), MOST.get(field, LARGEST)
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number or not least <= value <= most:
+            yield f"{key} = {value!r}: a number from {least:g} to {most:g} would do"
 
 
-def _find_wrong_table(table: dict[str, Any], key: str, field: str) -> str:
-    """Describe wrong names in a table, or wrong numbers of a curve; "" if nothing is wrong."""
-    if field == "gemm_deviations":
-        return next((f"{key}: {name!r} is no shape such as 256x64x512" for name in table
-                     if not re.fullmatch(r"\d+x\d+x\d+", name)), "")
+def _wrong_names(table: dict[str, Any], key: str, field: str) -> Iterator[str]:
+    """Describe wrong names in a table, and wrong numbers of a curve."""
+    for name, value in table.items():
+        if field == "gemm_rate" and name not in VARIANT_DTYPES:
+            yield f"{key}.{name} = {value}: rates of {', '.join(VARIANT_DTYPES)} would do"
+        if field == "gemm_deviations" and not SHAPE.fullmatch(name):
+            yield f"{key}: {name!r} is no shape such as 256x64x512"
+        if field == "collectives" and name == "kind" and value not in COLLECTIVES:
+            yield f"{key}.kind = {value!r}: {', '.join(COLLECTIVES)} would do"
+    if field == "passes" and table and "other" not in table:
+        yield f"{key}: a curve named other, for all operations without one, would do too"
     sizes, seconds = table.get("bytes"), table.get("seconds")
     if isinstance(sizes, list) and isinstance(seconds, list) and not (
             0 < len(sizes) == len(seconds) and sizes == sorted(set(sizes))):
-        return f"{key}: as many seconds as bytes, which ascend, would do"
-    return ""
+        yield f"{key}: as many seconds as bytes, which ascend, would do"

@@ -38,11 +38,6 @@ def parse_size(text: str) -> int:
 
 
 @cache
-def _peak(scheme: str, grid: GridShape, stack: Stack, how: Variant, block: int) -> int:
-    return dry_run.extrapolate_step(scheme, grid.ranks, grid, options=how.options(scheme),
-                                    block=block, **stack.fields()).peak
-
-
 def predict_peak(scheme: str, grid: GridSizes, stack: Stack, how: Variant = Variant(),
                  block: int = sys.maxsize) -> int:
     """Predict the peak bytes of rank 0, which has the most, by a dry run of the model.
@@ -58,7 +53,9 @@ def predict_peak(scheme: str, grid: GridSizes, stack: Stack, how: Variant = Vari
     block : int
         Elements that elementwise work handles at a time; by default whole arrays, as on a GPU.
     """
-    return _peak(scheme, find_scheme(scheme).grid_shape(grid), stack, how, block)
+    shape = find_scheme(scheme).grid_shape(grid)
+    return dry_run.extrapolate_step(scheme, shape.ranks, shape, options=how.options(scheme),
+                                    block=block, **stack.fields()).peak
 
 
 def choose_policy(scheme: str, grid: GridSizes, stack: Stack, limit: float,
@@ -80,9 +77,8 @@ def choose_policy(scheme: str, grid: GridSizes, stack: Stack, limit: float,
 
 def list_policies(keep: str = "none") -> list[str]:
     """List the policies that go with `keep`; "selective" keeps no gathered operand."""
-    able = {name: keep == "none" or not recomputation.parse_policy(name).selective
-            for name in POLICIES}
-    return [name for name in POLICIES if able[name]]
+    return [name for name in POLICIES
+            if keep == "none" or not recomputation.parse_policy(name).selective]
 
 
 def judge_fit(scheme: str, grid: GridSizes, stack: Stack, limit: int,

@@ -80,20 +80,14 @@ def list_nodes(comm: MPI.Intracomm, limit: float | None = None) -> list[Node]:
 def estimate_by_dry_runs(one: Case, grid: tuple[int, ...], recompute: str,
                          block: int) -> MemoryNeed:
     """Estimate the memory of a row by dry runs, with elementwise work in blocks of `block`."""
-    how = one.variant
+    how, sizes = one.variant, one.verified
     stack = row_stack(how, one.sizes, recompute)
+    # Rank 0 collects output and gradients, each whole.
+    collected = cost.parameters(sizes) + 2 * sizes.tokens * sizes.hidden
     return MemoryNeed(
         memory_fit.predict_peak(one.row.scheme, grid, stack, how, block),
-        memory_fit.predict_peak("serial", (1,), row_stack(how, one.verified), block=block)
-        + _collected_bytes(one))
-
-
-def _collected_bytes(one: Case) -> int:
-    """Count the bytes of output and gradients that rank 0 collects, each whole."""
-    sizes = one.verified
-    words = (cost.parameters(sizes)
-             + 2 * sizes.batch * sizes.seq * sizes.hidden)
-    return words * itemsize(one.variant.dtype)
+        memory_fit.predict_peak("serial", (1,), row_stack(how, sizes), block=block)
+        + collected * itemsize(how.dtype))
 
 
 def explain_shortage(one: Case, grid: tuple[int, ...], recompute: str, nodes: list[Node],

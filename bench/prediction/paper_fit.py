@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from bench.cases.case import Case, make_case
-from bench.cases.paper import PAPER, Row
+from bench.cases.paper import PAPER, Row, load_tables
 from bench.cases.selection import select_rows
 from bench.least_squares import solve_bounded
 from bench.prediction import machine_model
@@ -25,6 +25,7 @@ from mm3d.tracing import dry_run
 from mm3d.tracing.events import PHASES
 
 LAYERS = (12, 16, 24, 32, 48)    # possible numbers of layers of the paper's models
+RUN = 24    # layers of the rows that are run dry; seconds and bytes are proportional to layers
 FITTED_FIGURES = ("gemm", "node", "network")    # figures whose achieved fraction is fitted
 LEAST_ACHIEVED = 0.01    # fraction of a figure: a fit that needs less explains nothing
 STRIDES = (0.3, 0.03)    # initial steps of searches, in logarithms of figures
@@ -37,7 +38,7 @@ class RowTerms:
     Attributes
     ----------
     case : Case
-        The row, with 24 layers.
+        The row, with `RUN` layers.
     peak : int
         Peak bytes of rank 0 without recomputation.
     terms : dict of str to Terms
@@ -71,13 +72,12 @@ class Fit:
     residual: float
 
 
-def run_rows_dry(machine: machine_model.Machine, rows: Iterable[Row],
-                 dtype: str) -> list[RowTerms]:
+def run_rows_dry(machine: machine_model.Machine, rows: Iterable[Row]) -> list[RowTerms]:
     """Run the rows dry and predict the seconds of their steps by term."""
     found = []
-    for one in (make_case(row, "paper", layers=24) for row in rows):
-        trace = dry_run.extrapolate_step(one.row.scheme, one.row.gpus, dtype=dtype,
-                                         **one.sizes)
+    for one in (make_case(row, "paper", layers=RUN) for row in rows):
+        trace = dry_run.extrapolate_step(one.row.scheme, one.row.gpus,
+                                         dtype=load_tables().settings.dtype, **one.sizes)
         found.append(RowTerms(one, trace.peak, trace_terms(machine, trace)))
     return found
 
@@ -90,8 +90,8 @@ def _equations(rows: list[RowTerms], fit: tuple[int, dict[str, bool]]) -> tuple:
         there, again = (np.array([row.terms[phase][t] for t in TERMS])
                         for phase in PHASES)
         again = again + there * recompute[row.case.row.scheme]
-        lines += [there * layers / 24 / row.case.row.forward,
-                  again * layers / 24 / row.case.row.backward]
+        lines += [there * layers / RUN / row.case.row.forward,
+                  again * layers / RUN / row.case.row.backward]
     return np.array(lines)
 
 
@@ -141,7 +141,7 @@ def fit_rows(rows: list[RowTerms], machine: machine_model.Machine, layers: Itera
     for count, again in itertools.product(layers, itertools.product((False, True),
                                                                     repeat=len(schemes))):
         recompute = dict.fromkeys(PAPER, False) | dict(zip(schemes, again))
-        if any(row.peak * count / 24 > machine.memory_bytes for row in rows
+        if any(row.peak * count / RUN > machine.memory_bytes for row in rows
                if not recompute[row.case.row.scheme]):
             continue
         A = _equations(rows, (count, recompute))
@@ -158,7 +158,7 @@ def fit_rows(rows: list[RowTerms], machine: machine_model.Machine, layers: Itera
 def predict_row(row: RowTerms, fit: Fit, machine: machine_model.Machine) -> tuple[float, float]:
     """Predict the seconds of forward and backward of a row."""
     tuned = msgspec.structs.replace(machine, achieved=fit.achieved)
-    forward, backward = (achieved_seconds(tuned, row.terms[phase]) * fit.layers / 24
+    forward, backward = (achieved_seconds(tuned, row.terms[phase]) * fit.layers / RUN
                          for phase in PHASES)
     return forward, backward + forward * fit.recompute[row.case.row.scheme]
 
@@ -200,9 +200,9 @@ class Outcome:
         return float(np.mean(errors))
 
 
-def predict_tables(machine: machine_model.Machine, dtype: str = "float32") -> Outcome:
+def predict_tables(machine: machine_model.Machine) -> Outcome:
     """Fit every other row of both tables, predict all, and leave each out of a fit once."""
-    rows = run_rows_dry(machine, select_rows(), dtype)
+    rows = run_rows_dry(machine, select_rows())
     chosen = list(range(0, len(rows), 2))
     fits = [fit_rows([rows[k] for k in chosen], machine, (layers,)) for layers in LAYERS]
     fit = min(fits, key=lambda one: one.residual)

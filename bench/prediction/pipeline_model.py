@@ -12,6 +12,7 @@ from typing import Any, Callable, Self
 import numpy as np
 
 import mm3d
+from bench.cases.variants import itemsize
 from bench.instruments.placement import mesh_order
 from mm3d import ModelSizes
 from mm3d.config import Config
@@ -39,6 +40,23 @@ LAYERS, ENDS = PASSES = "layers", "ends"    # parts of a trace, beside sums
 def build_once(name: str, ranks: int, microbatches: int) -> Schedule:
     """Build a schedule that models share, so that it is checked once."""
     return build(name, ranks, microbatches)
+
+
+@cache
+def mesh_shape(copies: int, shards: int, stages: int, grid: GridShape) -> GridShape:
+    """Return a mesh: copies of a model (r), replicas that divide one (d), stages (s), the grid."""
+    return GridShape("rds" + grid.directions, (copies, shards, stages, *grid.sizes))
+
+
+@cache
+def mesh_strides(mesh: GridShape, inside: str) -> dict[str, int]:
+    """Return the strides over the nodes of the directions of a mesh, of which `inside` is fastest.
+
+    See `bench.instruments.placement.mesh_order`, which says the errors.
+    """
+    order = mesh_order(mesh, inside)
+    placed = GridShape(order, [mesh[name] for name in order])
+    return {name: placed.stride(name) for name in mesh}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,20 +151,14 @@ class PipelineModel(Replicas):
 
     @property
     def mesh(self) -> GridShape:
-        """Return the mesh: copies (r), replicas that divide one (d), stages (s), and the grid."""
-        grid = self.grids[0]
-        return GridShape("rds" + grid.directions, (
-            self.replicas // self.dividing, self.dividing, self.schedule.ranks, *grid.sizes))
+        """Return the mesh, with the grid of the first stage."""
+        return mesh_shape(self.replicas // self.dividing, self.dividing, self.schedule.ranks,
+                          self.grids[0])
 
     def strides(self, inside: str = "") -> dict[str, int]:
-        """Return the strides of the directions of the mesh over the nodes, and that of c.
-
-        `inside` varies fastest, see `bench.instruments.placement.mesh_order`, which says the
-        errors.  Replicas of a context are neighbours along d.
-        """
-        order = mesh_order(self.mesh, inside)
-        placed = GridShape(order, [self.mesh[name] for name in order])
-        return {name: placed.stride("d" if name == "c" else name) for name in (*order, "c")}
+        """Return `mesh_strides`, and that of c: replicas of a context are neighbours along d."""
+        found = mesh_strides(self.mesh, inside)
+        return found | {"c": found["d"]}
 
     @property
     def grid_name(self) -> str:
@@ -287,7 +299,7 @@ class PipelineModel(Replicas):
         Types of 16 bits are trained with masters in float32.  Where `prepare` is called with the
         model, before the step, the trace tells memory alone.
         """
-        master = "float32" if optimizer and np.dtype(self.stack.dtype).itemsize == 2 else None
+        master = "float32" if optimizer and itemsize(self.stack.dtype) == 2 else None
 
         def step(model: mm3d.Pipeline, trace: Trace) -> None:
             change = AdamW(model, 1e-3).step if optimizer else model.refresh

@@ -16,6 +16,7 @@ from typing import Iterable
 
 import numpy as np
 
+from bench.cases.variants import itemsize
 from bench.prediction.chunk_events import events_of_chunk, run_few
 from bench.prediction.hop_seconds import place_moves, seconds_of_moves, stage_moves
 from bench.prediction.kernels import priced
@@ -167,7 +168,7 @@ def _hop_seconds(model: PipelineModel, machine: Machine, source: int, target: in
     moves = stage_moves(model.scheme, model.grids[source], model.grids[target], model.shape,
                         dict(model.options))
     return seconds_of_moves(machine, *place_moves(
-        moves, np.dtype(model.stack.dtype).itemsize, model.mesh, inside,
+        moves, itemsize(model.stack.dtype), model.mesh, inside,
         machine.ranks_per_node, (source, target)))
 
 

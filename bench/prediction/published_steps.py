@@ -7,6 +7,7 @@ whole forward, float16, a vocabulary of 51200 tokens, and no ZeRO.
 """
 
 import math
+import sys
 from dataclasses import dataclass, replace
 from typing import Any, Iterable, Sequence
 
@@ -23,6 +24,7 @@ from bench.prediction.seconds import TERMS
 from bench.prediction.training_step import TrainingStep, predict_step
 from bench.text_files import read_text
 from mm3d.config import Config, Division, Model
+from mm3d.names import suggestion
 from mm3d.schemes import find_scheme, registry
 
 COLUMNS = {"gpus": "# GPUs", "batch": "global batch", "micro": "micro batch",
@@ -33,6 +35,7 @@ COLUMNS = {"gpus": "# GPUs", "batch": "global batch", "micro": "micro batch",
 # Columns that may be missing or empty, with what is then assumed.
 OPTIONAL = {"vocabulary": "51200", "scheme": "1d", "recompute": "full", "chunks": "1",
             "tied": "yes", "overlap": "no", "dtype": "float16", "zero": "0"}
+MOST = 2 ** 20    # of any whole number: steps of more GPUs take minutes to predict
 FIT_ROUNDS = 6        # the path of a pipeline changes with the figures
 LEAST_ACHIEVED = .02
 BOUNDS = 0.3, 4.0        # of the factor of a term in a round
@@ -61,6 +64,8 @@ class Row:
 def read_rows(path: str) -> tuple[list[Row], list[str]]:
     """Read measured steps; return them, and a line on each row that says no step.
 
+    Before these are lines on columns that are not used, and whose names are like optional ones.
+
     Raises
     ------
     UsageError
@@ -80,7 +85,10 @@ def read_rows(path: str) -> tuple[list[Row], list[str]]:
     if twice := [name for name in heads if name and names.count(name) > 1]:
         raise UsageError(f"--steps {path}: column {twice[0]!r} is there "
                          f"{names.count(twice[0])} times: one would do")
-    found, problems = [], []
+    left, taken = {*OPTIONAL} - {*names}, {*map(_plain, (*COLUMNS.values(), *OPTIONAL))}
+    problems = [f"column {name!r} is not used{near}" for name in names
+                if name not in taken and (near := suggestion(name, sorted(left)))]
+    found = []
     for number, cells in enumerate(lines[1:], 2):
         if not any(cell.strip() for cell in cells):
             continue
@@ -133,13 +141,15 @@ def _read_row(line: int, cells: list[str], heads: dict[str, int]) -> Row:
 
 
 def _number(column: str, text: str, whole: bool = True) -> float:
-    """Read a number above 0; ValueError names the column."""
+    """Read a number above 0, a whole one up to `MOST`; ValueError names the column."""
     try:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not (math.isfinite(value) and value > 0 and (not whole or value == int(value))):
-        raise ValueError(f"{column} is {text!r}: a {'whole ' * whole}number above 0 would do")
+    most = MOST if whole else sys.float_info.max
+    if not 0 < value <= most or whole and value != int(value):
+        would = f"whole number from 1 to {MOST}" if whole else "number above 0"
+        raise ValueError(f"{column} is {text!r}: a {would} would do")
     return value
 
 
@@ -211,12 +221,13 @@ def fit_machine(rows: Sequence[Row], machine: Machine) -> Machine:
     Raises
     ------
     UsageError
-        When there are fewer rows than fractions.
+        When fewer rows than fractions can be predicted.
     """
-    if len(rows) < len(TERMS):
-        raise UsageError(f"{len(rows)} rows to fit {len(TERMS)} fractions to: more are needed")
     for _ in range(FIT_ROUNDS):
-        outcomes, _ = predict_rows(rows, machine)
+        outcomes, problems = predict_rows(rows, machine)
+        if len(outcomes) < len(TERMS):
+            raise UsageError("; ".join([f"{len(outcomes)} rows to fit {len(TERMS)} fractions to: "
+                                        f"more are needed", *problems[:1]]))
         parts = np.array([_parts(one, machine) for one in outcomes])
         measured = np.array([one.row.seconds for one in outcomes])
         rest = np.array([one.step.seconds for one in outcomes]) - parts.sum(axis=1)

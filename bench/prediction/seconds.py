@@ -15,6 +15,7 @@ from typing import Callable, NamedTuple
 
 import numpy as np
 
+from bench.cases.variants import itemsize
 from bench.prediction.machine_model import Machine
 from mm3d.grid.shape import GridShape
 from mm3d.tracing.events import Boundary, Call, Collective, Gemm, Overlapped, PHASES, Pass
@@ -48,7 +49,7 @@ def gemm_seconds(machine: Machine, gemm: Gemm) -> float:
     if not all(edges):
         return 0.0
     slowdown = 1 + sum(half / edge for half, edge in zip(machine.gemm_half_size, edges)) / 3
-    size, made = (np.dtype(kind).itemsize for kind in (gemm.dtype, gemm.result or gemm.dtype))
+    size, made = itemsize(gemm.dtype), itemsize(gemm.result or gemm.dtype)
     moved = gemm.batch * (size * (gemm.m + gemm.k) * gemm.n + made * gemm.m * gemm.k)
     seconds = machine.gemm_seconds + max(
         gemm.flops / machine.gemm_rate[gemm.dtype] * slowdown, moved / machine.memory_bandwidth)

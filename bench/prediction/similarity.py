@@ -14,7 +14,7 @@ from bench.cases.variants import Variant
 from bench.cluster.spec import Cluster
 from bench.errors import UsageError
 from bench.prediction.machine_model import Achieved, Curve, Level, Machine
-from bench.prediction.seconds import Terms, place_trace, trace_terms
+from bench.prediction.seconds import achieved_seconds, place_trace, trace_terms
 from mm3d import ModelSizes
 from mm3d.grid.shape import GridShape
 from mm3d.tracing import dry_run
@@ -101,10 +101,8 @@ def split_seconds(machine: Machine, trace: Trace) -> dict[str, tuple[float, floa
     """Predict the seconds of work, and those of communication, by phase."""
     found = {}
     for phase, spent in trace_terms(machine, trace).items():
-        terms: Terms = {name: value / getattr(machine.achieved, name)
-                        for name, value in spent.items()}
-        work = terms["gemm"] + terms["memory"]
-        found[phase] = work, sum(terms.values()) - work
+        work = achieved_seconds(machine, {name: spent[name] for name in ("gemm", "memory")})
+        found[phase] = work, achieved_seconds(machine, spent) - work
     return found
 
 

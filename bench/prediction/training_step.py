@@ -11,6 +11,7 @@ from fractions import Fraction
 from functools import cache
 
 from bench.cases.variants import itemsize
+from bench.prediction.closed_form_plan import ADDED, weight_parts
 from bench.prediction.machine_model import Machine
 from bench.prediction.memory_fit import state_by_kind
 from bench.prediction.pipeline_model import PipelineModel
@@ -29,7 +30,6 @@ from mm3d.training.data_grid import expert_shards
 
 SHARES = ("products", "elementwise", "links", "latency", "hops", "replicas", "optimizer", "bubble")
 GRADIENT_READS = 2    # by the norm that is clipped, and by the step
-ADDED = 3    # numbers that are moved to add one to a gradient
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def predict_step(model: PipelineModel, machine: Machine, repeats: bool = False,
     if overlap:
         sums = max(0.0, sums - float(min(busy)))
     sums += tied_seconds(model, machine, inside)
-    optimizer = optimizer_seconds(model, machine)
+    optimizer, written = optimizer_seconds(model, machine), written_seconds(model, machine)
     waits = float(found.timeline.makespan)
     spent = dict.fromkeys(SHARES, 0.0)
     for stage in schedule.stages[rank]:
@@ -89,8 +89,9 @@ def predict_step(model: PipelineModel, machine: Machine, repeats: bool = False,
             spent[term] += seconds * schedule.microbatches
     spent["hops"] = float(found.seconds - found.without_hops)
     spent["bubble"] = max(0.0, waits - sum(spent.values()))
-    spent |= {"replicas": spent["replicas"] + sums, "optimizer": optimizer}
-    return TrainingStep(waits + sums + optimizer, spent, found)
+    spent |= {"replicas": spent["replicas"] + sums, "optimizer": optimizer,
+              "elementwise": spent["elementwise"] - written}
+    return TrainingStep(waits - written + sums + optimizer, spent, found)
 
 
 def _terms_of_micro(model: PipelineModel, machine: Machine, spent: Spent, repeats: bool,
@@ -167,9 +168,13 @@ def expert_parameters(scheme: str, grid: GridShape, sizes: ModelSizes,
     """
     if experts is None:
         return 0.0
-    own = math.ceil(experts.count / parts)
     one = with_inner(replace(sizes, layers=1), experts.design.width)
-    return own * _perceptron(scheme, grid, one) / experts.every
+    return own_experts(experts, parts) * _perceptron(scheme, grid, one) / experts.every
+
+
+def own_experts(experts: ExpertOptions, parts: int) -> int:
+    """Return the experts of the first of so many replicas that divide them."""
+    return math.ceil(experts.count / parts)
 
 
 def _perceptron(scheme: str, grid: GridShape, one: ModelSizes) -> float:
@@ -196,17 +201,20 @@ def _words_of_weights(scheme: str, grid: GridShape, products: dict[ProductShape,
     return gathered * sum(times * local.inner * local.columns for times, local in own)
 
 
-def weight_parts(scheme: str, grid: GridShape) -> int:
-    """Return the number of ranks among which a weight is divided: the others hold copies."""
-    return grid.ranks_along(name for name in grid if name in find_scheme(scheme).down_weight)
-
-
 def optimizer_seconds(model: PipelineModel, machine: Machine) -> float:
     """Predict the seconds of AdamW of the largest stage, see `adamw_seconds`."""
-    shares = shards_of(model) if model.zero else (1, 1)
-    return adamw_seconds(machine, sum(
-        count / share for count, share in zip(parameters_of_rank(model), shares)),
-        model.stack.dtype)
+    return adamw_seconds(machine, _divided(model, 1), model.stack.dtype)
+
+
+def written_seconds(model: PipelineModel, machine: Machine) -> float:
+    """Predict the seconds that the largest stage does not add in, see `unadded_seconds`."""
+    return unadded_seconds(machine, _divided(model, 2), model.stack.dtype)
+
+
+def _divided(model: PipelineModel, zero: int) -> float:
+    """Return the parameters of a rank of the largest stage, divided from a stage of ZeRO on."""
+    shares = shards_of(model) if model.zero >= zero else (1, 1)
+    return sum(count / share for count, share in zip(parameters_of_rank(model), shares))
 
 
 def shards_of(model: PipelineModel) -> tuple[float, float]:
@@ -228,7 +236,7 @@ def shards_of_experts(experts: ExpertOptions | None, parts: int, shards: int) ->
     parts, shards : int
         The replicas that divide the experts, and those that divide a copy of the model.
     """
-    own = math.ceil(experts.count / parts) if experts else 1
+    own = own_experts(experts, parts) if experts else 1
     return own / math.ceil(own / expert_shards(shards, parts))
 
 
@@ -237,15 +245,26 @@ def adamw_seconds(machine: Machine, parameters: float, dtype: str) -> float:
 
     One kernel reads gradients twice, for a norm that is clipped, reads and writes masters and
     moments, and writes values.  This library's kernel of a GPU reads gradients once, as nothing is
-    clipped.  The first micro-batch writes gradients in products, where traces have kernels that
-    add to them: their `ADDED` numbers are taken off.
+    clipped.
     """
     size = itemsize(dtype)
     wide = max(size, 4)
-    moved = GRADIENT_READS * size + 6 * wide + size * (size == 2)
-    if machine.kernels == "own":
-        moved = (7 - ADDED) * wide + size * (size == 2)
+    read = wide if machine.kernels == "own" else GRADIENT_READS * size
+    moved = read + 6 * wide + size * (size == 2)
     return achieved_seconds(machine, {"memory": moved * parameters / machine.memory_bandwidth})
+
+
+def unadded_seconds(machine: Machine, gradients: float, dtype: str) -> float:
+    """Predict by how much a trace of the first micro-batch is too long, of a rank's gradients.
+
+    This library's products write them, where traces have kernels that move `ADDED` numbers to add
+    to each.  In 16 bits a product is rounded into a wider gradient, which moves as many bytes.
+    """
+    size = itemsize(dtype)
+    if machine.kernels != "own" or size == 2:
+        return 0.0
+    return achieved_seconds(machine, {"memory": ADDED * size * gradients
+                                      / machine.memory_bandwidth})
 
 
 def tied_seconds(model: PipelineModel, machine: Machine, inside: str = "") -> float:
@@ -254,10 +273,15 @@ def tied_seconds(model: PipelineModel, machine: Machine, inside: str = "") -> fl
     first, last = (schedule.rank_of[one] for one in (0, schedule.stage_count - 1))
     if not model.tied or first == last:
         return 0.0
-    whole = model.vocab * model.sizes.hidden / weight_parts(
-        model.scheme, model.grids[0]) * itemsize(model.stack.dtype)
+    return table_seconds(
+        machine, model.vocab * model.sizes.hidden / weight_parts(model.scheme, model.grids[0]),
+        model.stack.dtype, abs(last - first) * model.strides(inside)["s"])
+
+
+def table_seconds(machine: Machine, words: float, dtype: str, stride: int) -> float:
+    """Predict the seconds in which two ranks, a stride apart, sum a gradient of so many words."""
     return achieved_seconds(machine, collective_terms(machine, Collective(
-        "all_reduce", "s", 2, abs(last - first) * model.strides(inside)["s"], int(whole))))
+        "all_reduce", "s", 2, stride, int(words * itemsize(dtype)))))
 
 
 def model_flops(model: PipelineModel) -> dict[str, float]:

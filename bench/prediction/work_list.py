@@ -7,6 +7,7 @@ from typing import Iterable, Sequence
 
 import numpy as np
 
+from bench.cases.variants import itemsize
 from bench.prediction import memory_fit, planner
 from bench.prediction.work import NAMES, Work
 from mm3d.grid.shape import GridShape
@@ -114,7 +115,7 @@ def estimate_bytes(work: Work, dtype: str) -> float:
             work.scheme, work.grid, Stack(**dict(zip(NAMES["layer"], work.sizes)), dtype=dtype))
     m, n, k = work.sizes
     gathered = max(work.grid.sizes) / work.ranks    # of each matrix and its gradient, at most
-    return 2 * (m * n + n * k + m * k) * gathered * np.dtype(dtype).itemsize
+    return 2 * (m * n + n * k + m * k) * gathered * itemsize(dtype)
 
 
 def list_orders(grid: GridShape, inside: Iterable[str]) -> list[str]:

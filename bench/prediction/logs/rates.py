@@ -12,13 +12,17 @@ RATES = {"flops": 1.0, "gflops": 1e9, "tflops": 1e12}
 DTYPES = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32",
           "single": "float32", "fp64": "float64", "double": "float64"} | {
               name: name for name in ("float16", "bfloat16", "float32", "float64")}
+MOST = 2 ** 40    # of an edge, whose products have floats
 NEEDED = ("dtype", "m", "n", "k")
 
 
 def heading(text: str) -> list[str]:
     """Return the names of a table's columns, in small letters; [] if it is none of products."""
     first = next((line for line in text.splitlines() if line.strip()), "")
-    names = [name.strip().lower() for name in first.split(",")]
+    try:
+        names = [name.strip().lower() for row in read_rows(first) for name in row]
+    except ValueError:
+        return []
     return names if {"m", "n", "k"} <= {*names} else []
 
 
@@ -81,7 +85,7 @@ def _product(row: dict[str, str], told: str) -> tuple[str, Shape, float]:
         shape, value = tuple(int(row[name]) for name in "mnk"), float(row[told])
     except ValueError:
         raise ValueError(f"no numbers in {','.join(row.values())!r}") from None
-    if min(shape) < 1 or not math.isfinite(value) or value <= 0:
+    if not 1 <= min(shape) <= max(shape) <= MOST or not 0 < value < math.inf:
         raise ValueError(f"{' x '.join(map(str, shape))}, {value:g} {told}: no product and time")
     flops = 2.0 * math.prod(shape)
     return dtype, shape, value * SECONDS[told] if told in SECONDS else flops / (

@@ -27,6 +27,7 @@ PERF = re.compile(r"(all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|broadc
 TITLE = re.compile(r"# OSU MPI\S* (.+?) Test\b")
 BENCHMARK = re.compile(r"#\s*Benchmarking\s+(\S+)")
 PROCESSES = re.compile(r"#\s*#processes\s*=\s*(\d+)")
+MOST_BYTES = 2 ** 60    # of a message
 TOLERANCE = 0.02    # of the printed bus bandwidth, which is rounded
 
 
@@ -195,7 +196,7 @@ class LogReader:
             return self._problem(number, f"no numbers in {' '.join(words)!r}")
         if size == 0 and head.kind != MESSAGE:
             return None    # which moves nothing
-        if not math.isfinite(value) or value <= 0 or size < 0:
+        if not 0 < value < math.inf or not 0 <= size <= MOST_BYTES:
             return self._problem(number, f"{size} bytes, {value:g}: no size and time")
         seconds = size / value / 1e6 if head.kind == STREAM else value / 1e6
         whole = size * head.ranks if head.program != NCCL and head.kind in BLOCKS else size

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Iterable, Iterator, NamedTuple
 
-from bench.instruments.placement import mesh_order
 from bench.prediction.machine_model import Machine
 from bench.prediction.model_file import ModelFile
-from bench.prediction.pipeline_model import PipelineModel, build_once
+from bench.prediction.pipeline_model import (PipelineModel, build_once, mesh_shape,
+                                             mesh_strides)
 from mm3d.config import Division
 from mm3d.grid.layout import divided_directions, without_faces
 from mm3d.grid.shape import GridShape
@@ -32,10 +32,10 @@ MOST_ACTIONS = 2 ** 15    # micro-batches x chunks of all stages: what the clock
 class Choice(NamedTuple):
     """A plan: what divides a training, in the terms of `mm3d.config.Division`.
 
-    `micro` is the number of sequences of a micro-batch, `grid` the shape of a stage's grid, and
+    `micro` is the number of sequences of a micro-batch, `grid` the shape of a stage's grid,
     `inside` the direction of the mesh whose ranks follow each other on the nodes, "" for the order
-    of the mesh, and `expert_parallel` the number of neighbouring replicas that divide the experts.
-    `way` is that of the context.
+    of the mesh, `expert_parallel` the number of neighbouring replicas that divide the experts, and
+    `way` that of the context.
     """
 
     data: int
@@ -73,10 +73,14 @@ class Choice(NamedTuple):
         return self.shards or self.replicas
 
     @property
+    def mesh(self) -> GridShape:
+        """Return the mesh of all GPUs."""
+        return mesh_shape(self.replicas // self.parts, self.parts, self.stages, self.grid)
+
+    @property
     def strides(self) -> dict[str, int]:
         """Return the strides of the directions of the mesh over the nodes."""
-        return mesh_strides(self.replicas // self.parts, self.parts, self.stages, self.grid,
-                            self.inside)
+        return mesh_strides(self.mesh, self.inside)
 
     @property
     def family(self) -> str:
@@ -239,8 +243,7 @@ class Training:
         """
         if choice.parts % choice.context:
             return ("",)
-        found = movable(choice.replicas // choice.parts, choice.parts, choice.stages, choice.grid,
-                        self.machine.ranks_per_node)
+        found = movable(choice.mesh, self.machine.ranks_per_node)
         if choice.parts % choice.expert_parallel:
             return tuple(one for one in found if one not in ("r", "d"))
         return found
@@ -257,25 +260,13 @@ def has_rows(scheme: str, grid: GridShape, micro: int, seq: int) -> bool:
 
 
 @cache
-def mesh_strides(copies: int, shards: int, stages: int, grid: GridShape,
-                 inside: str) -> dict[str, int]:
-    """Return the strides over the nodes of the directions of a mesh, see `Choice.strides`."""
-    mesh = GridShape("rds" + grid.directions, (copies, shards, stages, *grid.sizes))
-    order = mesh_order(mesh, inside)
-    placed = GridShape(order, [mesh[name] for name in order])
-    return {name: placed.stride(name) for name in mesh}
-
-
-@cache
-def movable(copies: int, shards: int, stages: int, grid: GridShape,
-            per_node: int) -> tuple[str, ...]:
+def movable(mesh: GridShape, per_node: int) -> tuple[str, ...]:
     """Return "", and the directions that are not inside the nodes in the order of the mesh.
 
     With one rank on a node, none can be.
     """
-    sizes = {"r": copies, "d": shards, "s": stages, **grid}
-    strides = mesh_strides(copies, shards, stages, grid, "")
-    return ("", *[name for name, size in sizes.items()
+    strides = mesh_strides(mesh, "")
+    return ("", *[name for name, size in mesh.items()
                   if size > 1 and per_node % (size * strides[name]) and per_node > 1])
 
 

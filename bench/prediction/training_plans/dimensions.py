@@ -7,8 +7,8 @@ choice is a line here, a field of `Choice`, and its price in `estimate`.
 from dataclasses import dataclass
 from typing import Any, Callable, Iterable, Iterator
 
-from bench.prediction.training_plans.choices import (Choice, FEW_GPUS, MOST_CONTEXT, MOST_NODES,
-                                                     POLICIES, Training)
+from bench.prediction.training_plans.choices import (Choice, FEW_GPUS, MOST_ACTIONS, MOST_CONTEXT,
+                                                     MOST_NODES, POLICIES, Training)
 from mm3d.grid.shape import GridShape
 
 ZERO = range(4)
@@ -109,9 +109,8 @@ def _completed(training: Training, choice: Choice) -> Choice | None:
 
 def inside_nodes(choice: Choice) -> str:
     """Name the direction of more than one rank that varies fastest over the nodes."""
-    mesh = {"r": choice.replicas // choice.parts, "d": choice.parts, "s": choice.stages,
-            **choice.grid}
-    return choice.inside or ([name for name, size in mesh.items() if size > 1] or ["-"])[-1]
+    several = [name for name, size in choice.mesh.items() if size > 1]
+    return choice.inside or ["-", *several][-1]
 
 
 def describe(choice: Choice) -> str:
@@ -138,4 +137,6 @@ def pruned(training: Training) -> str:
     if training.gpus > FEW_GPUS:
         found.append(f"above {FEW_GPUS} GPUs, stages of more ranks than {MOST_NODES} nodes have, "
                      f"{training.most_places}, and more shards than one has, unless all replicas")
+    if training.batch > MOST_ACTIONS:
+        found.append(f"more than {MOST_ACTIONS} micro-batches in all stages")
     return "; ".join(found)

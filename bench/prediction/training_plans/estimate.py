@@ -4,15 +4,18 @@ from functools import cache
 from typing import NamedTuple
 
 from bench.cases.variants import itemsize
+from bench.prediction.closed_form_plan import weight_parts
 from bench.prediction.hop_seconds import place_moves, seconds_of_moves, stage_moves
 from bench.prediction.memory_fit import state_by_kind
+from bench.prediction.pipeline_model import mesh_strides
 from bench.prediction.seconds import achieved_seconds, collective_terms
-from bench.prediction.training_plans.choices import Choice, Training, mesh_strides
+from bench.prediction.training_plans.choices import Choice, Training
 from bench.prediction.training_plans.expert_work import (Copies, copies_of_experts,
                                                          gathers_of_counts)
 from bench.prediction.training_plans.layer_work import LayerBytes, LayerWork
 from bench.prediction.training_step import (adamw_seconds, expert_parameters,
-                                            layer_parameters, shards_of_experts, weight_parts)
+                                            layer_parameters, shards_of_experts,
+                                            table_seconds, unadded_seconds)
 from mm3d.grid.shape import GridShape
 from mm3d.model import cost
 from mm3d.tracing.events import Collective
@@ -122,7 +125,8 @@ class Estimator:
         micro, stages = self.training.microbatches(choice), choice.stages
         share = (stages - 1) / (micro * choice.chunks) * (choice.schedule != "zb-h1")
         layers = micro * self.training.gpt.layers / stages
-        return (self.products(choice.recompute) + passes * layers) * (1 + share)
+        return ((self.products(choice.recompute) + passes * layers) * (1 + share)
+                - self._unadded(choice))
 
     def _products(self, recompute: str) -> float:
         """Return the seconds of all products at their rate, divided among all GPUs."""
@@ -138,17 +142,15 @@ class Estimator:
         stages, strides = choice.stages, choice.strides
         sizes = self.sizes(choice.scheme, choice.grid, stages, choice.expert_parallel)
         between = self.hop(choice.scheme, choice.grid,
-                           (choice.micro, -(-self.training.seq // choice.context)),
-                           (choice.replicas // choice.parts, choice.parts, stages),
+                           (choice.micro, -(-self.training.seq // choice.context)), choice.mesh,
                            choice.inside) if hops and stages > 1 else (0.0, 0.0)
         total, busy = self._pipelined(choice, work, self._with_replicas(
             choice, work, sizes, strides), between)
         sums = self._last_sums(choice, sizes, strides)
         if self.training.overlap:
             sums = max(0.0, sums - busy)
-        shards = self.shards_of(choice) if choice.zero else (1, 1)
-        changed = sum(count / share for count, share in zip(sizes.most, shards))
-        return total + sums + self.adamw(changed) + self.tied(stages, strides["s"], sizes.parts)
+        changing = self.adamw(self._divided(choice, 1))
+        return total + sums + changing + self.tied(stages, strides["s"], sizes.parts)
 
     def alone(self, choice: Choice, work: LayerWork, again: float) -> float:
         """Estimate the seconds of a step without hops, replicas and optimizer.
@@ -157,6 +159,17 @@ class Estimator:
         """
         layer = work.forward + (work.backward + again)
         return self._pipelined(choice, work, layer, (0.0, 0.0))[0]
+
+    def _divided(self, choice: Choice, zero: int) -> float:
+        """Return the parameters of the stage with the most, divided from a stage of ZeRO on."""
+        sizes = self.sizes(choice.scheme, choice.grid, choice.stages, choice.expert_parallel)
+        shards = self.shards_of(choice) if choice.zero >= zero else (1, 1)
+        return sum(count / share for count, share in zip(sizes.most, shards))
+
+    def _unadded(self, choice: Choice) -> float:
+        """Return the seconds in which the first micro-batch does not add to gradients."""
+        return unadded_seconds(self.training.machine, self._divided(choice, 2),
+                               self.training.dtype)
 
     def _pipelined(self, choice: Choice, work: LayerWork, layer: float,
                    hops: tuple[float, float]) -> tuple[float, float]:
@@ -186,7 +199,7 @@ class Estimator:
                      + 2 * (stages - 1 + micro) * hops[1])
         else:
             total = micro * most + others + 2 * (stages - 1 + micro) * hops[1]
-        return total, min(busy)
+        return total - self._unadded(choice), min(busy)
 
     def _with_replicas(self, choice: Choice, work: LayerWork, sizes: StageSizes,
                        strides: dict[str, int]) -> float:
@@ -261,17 +274,16 @@ class Estimator:
         terms["latency"] *= arrays
         return achieved_seconds(machine, terms)
 
-    def _hop(self, scheme: str, grid: GridShape, tokens: tuple[int, int],
-             rds: tuple[int, int, int], inside: str) -> tuple[float, float]:
+    def _hop(self, scheme: str, grid: GridShape, tokens: tuple[int, int], mesh: GridShape,
+             inside: str) -> tuple[float, float]:
         """Return the mean seconds of a hop between stages, and those of the longest.
 
         The longest is on two nodes if any is, and the first on one node if any is.  `tokens` are
         the sequences of a micro-batch, and a replica's positions in each.
         """
         training, per_node = self.training, self.training.machine.ranks_per_node
-        stride = mesh_strides(*rds, grid, inside)["s"]
-        crossing = min(rds[2] - 2, max(0, per_node // stride - 1))
-        mesh = GridShape("rds" + grid.directions, (*rds, *grid.sizes))
+        stride = mesh_strides(mesh, inside)["s"]
+        crossing = min(mesh["s"] - 2, max(0, per_node // stride - 1))
         moves = stage_moves(scheme, grid, grid, (*tokens, training.gpt.hidden), {})
         first, longest = (seconds_of_moves(training.machine, *place_moves(
             moves, itemsize(training.dtype), mesh, inside, per_node, (source, source + 1)))[0]
@@ -281,9 +293,8 @@ class Estimator:
 
     def _tied(self, stages: int, stride: int, parts: int) -> float:
         """Return the seconds to sum the gradient of a tied table over the first and last stage."""
-        gpt, machine = self.training.gpt, self.training.machine
+        gpt = self.training.gpt
         if not gpt.tied or stages == 1:
             return 0.0
-        whole = gpt.vocab * gpt.hidden / parts * itemsize(self.training.dtype)
-        return achieved_seconds(machine, collective_terms(machine, Collective(
-            "all_reduce", "s", 2, (stages - 1) * stride, int(whole))))
+        return table_seconds(self.training.machine, gpt.vocab * gpt.hidden / parts,
+                             self.training.dtype, (stages - 1) * stride)

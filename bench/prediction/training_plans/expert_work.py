@@ -8,7 +8,7 @@ from bench.cases.variants import itemsize
 from bench.prediction.closed_form_plan import BlockSizes
 from bench.prediction.seconds import gemm_seconds
 from bench.prediction.training_plans.choices import Training
-from bench.prediction.training_step import expert_products
+from bench.prediction.training_step import expert_products, own_experts
 from mm3d.grid.shape import GridShape
 from mm3d.model.experts.options import ExpertOptions
 from mm3d.model.sizes import ModelSizes
@@ -20,11 +20,6 @@ EXPERTS = "e"    # the direction of replicas that divide experts
 WIDE = 4         # bytes of a gradient, at least
 COUNT = 8        # bytes of a number of tokens
 Calls = tuple[tuple[Collective, int], ...]    # collectives, and how often each is called
-
-
-def own_experts(experts: ExpertOptions, parts: int) -> int:
-    """Return the experts of the first of so many replicas that divide them."""
-    return math.ceil(experts.count / parts)
 
 
 @cache

@@ -12,17 +12,18 @@ from typing import NamedTuple, Sequence
 import numpy as np
 
 from bench.cases.variants import itemsize
+from bench.prediction.chunk_events import run_once
 from bench.prediction.closed_form_plan import (BlockSizes, LayerKind, PhaseWork, Price,
                                                collectives_of, elementwise_coefficients,
                                                grid_work, line_elements)
 from bench.prediction.kernels import attention_of, priced, with_kernels
-from bench.prediction.pipeline_model import PASSES, PipelineModel, build_once
+from bench.prediction.pipeline_model import LAYERS, PASSES, PipelineModel, build_once
 from bench.prediction.seconds import (achieved_seconds, gemm_seconds, trace_terms,
                                       with_strides)
 from bench.prediction.training_plans.choices import Choice, Training
 from bench.prediction.training_plans.expert_work import (EXPERTS, WIDE, Calls, exchanges,
-                                                         gathered_words, own_experts,
-                                                         split_seconds)
+                                                         gathered_words, split_seconds)
+from bench.prediction.training_step import own_experts
 from mm3d import ModelSizes
 from mm3d.grid.activations import chunks_of
 from mm3d.grid.shape import GridShape
@@ -130,9 +131,9 @@ def screened_bytes(training: Training, layer: Layer) -> tuple[LayerBytes, float]
     elements = blocks.elements()
     kind = LayerKind.of(blocks.sizes, training.gpt.experts)
     moved = sum(words @ elements for words in elementwise_coefficients(
-        machine.kernels, attention_of(machine, training.dtype), kind))
+        machine.kernels, attention_of(machine, training.dtype), kind, training.dtype))
     share, arrays = blocks.scores_held(layer.way)
-    elements[-1] *= share / largest_block(layer.micro, blocks.sequences)
+    elements[-1] *= share / blocks.batch
     saved, working, operands, grown = (size * float(words @ elements) for words in words_of(
         layer.recompute, training.dtype, kind))
     working += max(size, WIDE) * _gathered(training, layer)
@@ -175,11 +176,12 @@ def words_of(recompute: str, dtype: str, kind: LayerKind) -> tuple[np.ndarray, .
 
 
 @cache
-def launches(kernels: str, attention: str, recompute: str, kind: LayerKind) -> tuple[int, int]:
+def launches(kernels: str, attention: str, recompute: str, kind: LayerKind,
+             dtype: str) -> tuple[int, int]:
     """Count the operations that a rank starts in a period of layers, forward and backward."""
     sizes = kind.small(64, 2, 8)
-    trace = with_kernels(dry_run.trace_step("1d", 2, **sizes, recompute=recompute,
-                                            experts=kind.experts), kernels, attention, "float32",
+    trace = with_kernels(dry_run.trace_step("1d", 2, **sizes, recompute=recompute, dtype=dtype,
+                                            experts=kind.experts), kernels, attention, dtype,
                          sizes.head)
     return tuple(sum(times for (when, _, event), times in trace.events.items() if when == phase
                      and not isinstance(event, (Boundary, Call, Collective, Overlapped)))
@@ -214,10 +216,10 @@ def screen_layer(training: Training, layer: Layer) -> ScreenedLayer:
     of_rank = experts and replace(experts, count=own_experts(experts, layer.experts),
                                   top=min(experts.top, own_experts(experts, layer.experts)))
     split = split_seconds(training, layer.scheme, layer.grid, layer.micro, layer.experts)
+    counts = launches(machine.kernels, attention_of(machine, training.dtype), layer.recompute,
+                      LayerKind.of(stack.sizes, of_rank), training.dtype)
     started = [machine.launch_seconds * count / machine.achieved.latency + times * split
-               for count, times in zip(launches(
-                   machine.kernels, attention_of(machine, training.dtype), layer.recompute,
-                   LayerKind.of(stack.sizes, of_rank)), (1, 2 + (layer.recompute == "full")))]
+               for count, times in zip(counts, (1, 2 + (layer.recompute == "full")))]
     halves = cost.flops_of_halves(stack.sizes, experts)
     share = halves["backward_weights"] / (
         sum(halves.values()) + cost.flops_again(stack.sizes, layer.recompute, experts))
@@ -268,24 +270,23 @@ def _blocks(training: Training, layer: Layer) -> BlockSizes:
 def _logits(training: Training, layer: Layer) -> float:
     """Return the largest number of logits of a rank."""
     blocks = _blocks(training, layer)
-    return (largest_block(layer.micro, blocks.sequences)
-            * largest_block(layer.positions(training), blocks.positions)
+    return (blocks.batch * largest_block(layer.positions(training), blocks.positions)
             * largest_block(training.gpt.vocab, blocks.features))
 
 
 def trace_alone(training: Training, layer: Layer) -> tuple[Trace, ...]:
     """Run a group of layers dry; where W is apart, two groups as well."""
     alone, group = replace(_of_one_group(training, layer), vocab=0), training.group
-    return tuple(alone.trace(group * groups, block=training.machine.elementwise_block,
-                             parts=PASSES)
+    return tuple(run_once(alone, group * groups, training.machine.elementwise_block, LAYERS)
                  for groups in range(1, 2 + layer.halves))
 
 
 def trace_layer(training: Training, layer: Layer,
                 alone: tuple[Trace, ...] = ()) -> tuple[Trace, ...]:
     """Run a GPT of one group dry; return also the result of `trace_alone`, before it."""
-    return (*(alone or trace_alone(training, layer)), _of_one_group(training, layer).trace(
-        training.group, block=training.machine.elementwise_block, parts=PASSES))
+    return (*(alone or trace_alone(training, layer)), run_once(
+        _of_one_group(training, layer), training.group, training.machine.elementwise_block,
+        *PASSES))
 
 
 def _of_one_group(training: Training, layer: Layer) -> PipelineModel:
@@ -306,9 +307,7 @@ def layer_bytes(training: Training, layer: Layer, alone: Sequence[Trace],
 
 
 def _gathered(training: Training, layer: Layer) -> int:
-    """Return the words of the larger weight of all of a rank's experts, as products have it."""
-    if training.gpt.experts is None:
-        return 0
+    """Return the result of `gathered_words`."""
     return gathered_words(layer.scheme, layer.grid, training.stack(layer.micro, "none", 1).sizes,
                           training.gpt.experts, layer.experts)
 

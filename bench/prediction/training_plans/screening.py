@@ -9,15 +9,15 @@ from typing import Callable, Iterable, Iterator
 
 import numpy as np
 
-from bench.errors import UsageError
-from bench.prediction.closed_form_plan import collective_price
-from bench.prediction.training_plans.choices import Choice, Training
+from bench.errors import UsageError, as_usage_error
+from bench.prediction.closed_form_plan import LayerKind, collective_price
+from bench.prediction.training_plans.choices import MOST_ACTIONS, Choice, Training
 from bench.prediction.training_plans.dimensions import FIRST, OF_STATE, OF_WORK, list_choices
 from bench.prediction.training_plans.estimate import Estimator, Held
 from bench.prediction.training_plans.layer_work import (Layer, LayerWork, layer_bytes,
                                                         screen_layer, screened_bytes,
                                                         screened_work, trace_alone, trace_layer,
-                                                        traced_work)
+                                                        traced_work, words_of)
 
 KEPT = 100          # plans of a family that are looked at, by closed forms the fastest
 REFINED = 24        # that fit by dry runs of a layer, in all
@@ -49,7 +49,8 @@ class Screening:
     Raises
     ------
     UsageError
-        When experts are not as wide as the perceptron, or one is shared.
+        When experts are not as wide as the perceptron, or one is shared; or the library has no
+        such dtype here.
     """
 
     def __init__(self, training: Training,
@@ -59,6 +60,8 @@ class Screening:
             raise UsageError(f"experts with {experts.design.given()}: trainings are planned with "
                              f"experts as wide as the perceptron, and none shared; bench dry "
                              f"counts others")
+        with as_usage_error():
+            words_of("none", training.dtype, LayerKind.of(training.gpt.sizes(), experts))
         self.training, self.progress = training, progress
         self.limit = training.machine.memory_bytes
         self.estimator, price = Estimator(training), collective_price(training.machine)
@@ -288,9 +291,11 @@ class Screening:
     def too_large(self) -> str:
         training = self.training
         limit, least = (one / 2 ** 30 for one in (training.machine.memory_bytes, self.least))
+        few = (f"; more than {MOST_ACTIONS} micro-batches in all stages are not searched, so a "
+               f"smaller batch may do too" if training.batch > MOST_ACTIONS else "")
         return (f"--gpus {training.gpus} --model {training.gpt.name}: no plan fits {limit:.3g} "
                 f"GiB a GPU; by estimate the smallest needs {least:.3g} GiB: more GPUs would do, "
-                f"or a smaller model")
+                f"or a smaller model{few}")
 
     def _no_mesh(self) -> str:
         training, gpt = self.training, self.training.gpt

@@ -239,6 +239,8 @@ def test_an_unknown_paper_is_refused(name, match, capsys):
     (('columns = ["row"', 'label = ["raw"]\ncolumns = ["row"'), "label 'raw': a name of a column"),
     (('"2.10"],', '"2.10", 7],'), "has 6 values: one for each of 5 columns would do"),
     (('"4.2"', "4.2"), "is no printed number: a text of digits would do"),
+    (('"4.2"', "0"), "0 is no printed number"), (('"4.2"', '"1e9999"'), "'1e9999' is no printed"),
+    (('"all", "half"]', '"all", "all"]'), "Table 1: 2 columns are called 'all': one would do"),
     (('"4.2"', '"4,2"'), "'4,2' is no printed number")])
 def test_a_file_that_is_not_complete_is_refused_in_one_line(change, match, made, capsys):
     assert main(["reproduce", "--paper", made(*change)]) == 2

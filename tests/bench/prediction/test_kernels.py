@@ -3,17 +3,22 @@
 from collections import Counter
 
 import msgspec
+import numpy as np
 import pytest
 
 from bench.errors import UsageError
 from bench.prediction import machine_model
+from bench.prediction.closed_form_plan import (BlockSizes, elementwise_coefficients,
+                                               gradient_words)
 from bench.prediction.kernels import attention_of, events_of_call, with_kernels
 from bench.prediction.seconds import Flash, trace_terms
-from bench.prediction.training_step import adamw_seconds
+from bench.prediction.training_step import adamw_seconds, unadded_seconds
+from mm3d import ModelSizes
 from mm3d.arrays.cupy_kernels import KERNEL_NAMES
+from mm3d.grid.shape import GridShape
 from mm3d.model.architecture import Architecture
 from mm3d.tracing import dry_run
-from mm3d.tracing.events import Boundary, Call, Gemm, Pass
+from mm3d.tracing.events import Boundary, Call, Gemm, PHASES, Pass
 
 SIZES = {"layers": 1, "hidden": 32, "heads": 4, "batch": 2, "seq": 8}
 ELEMENTS, SCORES, HEAD = 2 * 8 * 32, 2 * 4 * 8 * 8, 8    # of an activation, of all scores
@@ -104,14 +109,17 @@ def test_own_attention_is_one_kernel_in_16_bits(dtype, flash):
             "copy_rows", "softmax_recompute", "softmax_backward"}
 
 
-@pytest.mark.parametrize("dtype, moved", [("float32", 4 * 4), ("bfloat16", 4 * 4 + 2)])
-def test_adamw_on_a_gpu_is_one_kernel(dtype, moved):
+@pytest.mark.parametrize("dtype, moved, less", [("float32", 7 * 4, 3 * 4),
+                                                ("bfloat16", 7 * 4 + 2, 0)])
+def test_adamw_on_a_gpu_is_one_kernel(dtype, moved, less):
     """It reads four numbers, writes three, and in 16 bits values; the first micro-batch moves
-    three less than a trace says, which adds to gradients."""
+    three less than a trace says, which adds to gradients, or in 16 bits rounds into wider ones."""
     machine = machine_model.load_machine("dgx-h200")
     own = msgspec.structs.replace(machine, kernels="own")
-    expected = 1e6 * moved / machine.memory_bandwidth / machine.achieved.memory
-    assert adamw_seconds(own, 1e6, dtype) == pytest.approx(expected)
+    number = 1e6 / machine.memory_bandwidth / machine.achieved.memory
+    assert adamw_seconds(own, 1e6, dtype) == pytest.approx(moved * number)
+    assert unadded_seconds(own, 1e6, dtype) == pytest.approx(less * number)
+    assert unadded_seconds(machine, 1e6, dtype) == 0
 
 
 def test_one_kernel_reads_and_writes_the_ends_of_its_layer():
@@ -166,6 +174,23 @@ def test_seconds_of_fused_kernels_are_bytes_and_operations_over_rates():
     without = trace_terms(machine, traced(attention="softmax")[1])["forward"]
     assert without["memory"] - spent["memory"] == pytest.approx(
         4 * SCORES * 2 / machine.memory_bandwidth)
+
+
+@pytest.mark.parametrize("kernels", ["numpy", "own", "fused"])
+@pytest.mark.parametrize("seq, dtype", [(64, "float32"), (4096, "float32"), (4096, "float16")])
+def test_closed_forms_count_the_passes_of_any_layer(kernels, seq, dtype):
+    """Also of one much longer than those that they are fitted to, and of little but weights; and
+    in 16 bits, where NumPy computes in 32."""
+    sizes, grid = ModelSizes(1, 1024, 16, 1, seq), GridShape("x", (4,))
+    trace = with_kernels(dry_run.trace_step("1d", 4, **sizes, dtype=dtype), kernels, "flash",
+                         dtype, 64)
+    forms = elementwise_coefficients(kernels, "flash", dtype=dtype)
+    added = 3 * gradient_words("1d", grid, sizes, None) * (kernels != "fused")
+    for phase, words, more in zip(PHASES, forms, (0, added)):
+        moved = sum(times * one.bytes for one, times in trace.count(Pass, phase).items())
+        assert np.dtype(dtype).itemsize * (
+            words @ BlockSizes("1d", grid, sizes).elements() + more) == pytest.approx(
+                moved, rel=.03)
 
 
 def test_a_machine_with_other_kernels_is_refused(tmp_path):

@@ -3,6 +3,8 @@
 The logs are made here, by the headings and columns that these programs print, of links whose
 latency and rate are known.
 """
+import re
+
 import numpy as np
 import pytest
 
@@ -128,6 +130,7 @@ BAD = {    # a line, and what is said of it
     "1024 256 float sum -1 9.0 0.1 0.2 0": "9 columns, where the heading on line 21 has 13",
     "1024 256 float sum -1 fast 0.1 0.2 0 9.0 0.1 0.2 0": "no numbers in '1024 256",
     "1024 256 float sum -1 -9.0 0.1 0.2 0 9.0 0.1 0.2 0": "1024 bytes, -9: no size and time",
+    f"{10 ** 400} 256 float sum -1 9.0 0.1 0.2 0 9.0 0.1 0.2 0": f"{10 ** 400} bytes, 9: no size",
     "1024 256 float sum -1 9.0 0.1 0.2 3 9.0 0.1 0.2 0": "3 wrong results",
     "1024 256 float sum -1 9.0 0.1 50.0 0 9.0 0.1 0.2 0":
         "busbw is 50 GB/s, where all_reduce of 16 ranks has 0.2133"}
@@ -181,6 +184,12 @@ def test_tables_of_products_are_read_and_fitted():
     assert rates["float16"].rate == pytest.approx(200e12, 1e-3)
     assert rates["float16"].start == pytest.approx(3e-6, 1e-3)
     assert rates["float32"].rate == pytest.approx(1.5e12)
+    quoted = re.sub("[^,\n]+", '"\\g<0>"', RATES)
+    assert fitting.heading(quoted) == ["dtype", "m", "n", "k", "tflops"]
+    assert fitting.read_rates("gemm.csv", quoted)[0] == found
+    huge = f"dtype,m,n,k,us\nfp16,{10 ** 400},1,1,1"
+    assert "no product and time" in fitting.read_rates("gemm.csv", huge)[1][0]
+    assert fitting.heading("m,n,k," + "x" * 200_000) == []
     assert fitting.read_rates("a.csv", "m,n,k,us\n1,1,1,1")[1] == [
         "a.csv:1: columns dtype, m, n, k and one of seconds, ms, us, flops, gflops, tflops would "
         "do, not m, n, k, us"]

@@ -17,7 +17,7 @@ from machine_files import format_machine
 
 SUPPLIED = (Path(machine_model.__file__).parent / "machines/dgx-h100.toml").read_text()
 CURVES = """
-[passes.add]
+[passes.other]
 bytes = {bytes}
 seconds = {seconds}
 """
@@ -34,10 +34,11 @@ def written(folder: Path, change: str) -> str:
 
 
 @pytest.mark.parametrize("change, said", [
-    *((f"{name} = {value}", f"{name} = {shown}: a number from ")
-      for name in ("memory_bytes", "memory_bandwidth", "ranks_per_node", "launch_seconds")
-      for value, shown in (("nan", "nan"), ("inf", "inf"), ("-1", "-1"), ("-1e9", "-1000000000.0"),
-                           ('"5"', "'5'"), ("true", "True"), ("1e300", "1e+300"))),
+    *((f"memory_bytes = {value}", f"memory_bytes = {shown}: a number from ") for value, shown in (
+        ("nan", "nan"), ("inf", "inf"), ("-1", "-1"), ("-1e9", "-1000000000.0"), ('"5"', "'5'"),
+        ("true", "True"), ("1e300", "1e+300"))),
+    *((f"{name} = -1", f"{name} = -1: a number from ") for name in (
+        "memory_bandwidth", "ranks_per_node", "launch_seconds")),
     ("ranks_per_node = 0", "ranks_per_node = 0: "),
     ("ranks_per_node = 2.5", "ranks_per_node: a whole number would do, not a number"),
     ("memory_bandwidth = 0", "memory_bandwidth = 0: "),
@@ -50,6 +51,9 @@ def written(folder: Path, change: str) -> str:
     ("bytes_per_second = 0", "node.bytes_per_second = 0: "),
     ("seconds_per_message = -1", "node.seconds_per_message = -1: "),
     ("gemm = 0", "achieved.gemm = 0: "),
+    *((f"{name} = 1.01", f"{key} = 1.01: a number from 1e-30 to 1 would do") for name, key in (
+        ("gemm", "achieved.gemm"), ("memory", "achieved.memory"))),
+    ("float32 = 1e12\nint8 = 1e12", "gemm_rate.int8 = 1000000000000.0: rates of float32, "),
     ("gemm = 1979-05-27", "achieved.gemm = datetime.date(1979, 5, 27): "),
     ("name = 5", "name: a text would do, not a whole number"),
     ("about = 5", "about: a text would do, not a whole number")])
@@ -66,15 +70,20 @@ def test_numbers_that_predict_nothing(tmp_path, capsys, change, said):
 def test_curves_have_as_many_seconds_as_sizes_that_ascend(tmp_path, sizes, seconds):
     path = tmp_path / "mine.toml"
     path.write_text(SUPPLIED + CURVES.format(bytes="[8, 16]", seconds="[1.0, 2.0]"))
-    assert load_machine(str(path)).passes["add"].at(8) == 1
+    assert load_machine(str(path)).passes["other"].at(8) == 1
     path.write_text(SUPPLIED + CURVES.format(bytes=sizes, seconds=seconds))
-    with pytest.raises(UsageError, match=r"passes\.add: as many seconds as bytes"):
+    with pytest.raises(UsageError, match=r"passes\.other: as many seconds as bytes"):
         load_machine(str(path))
 
 
 @pytest.mark.parametrize("more, said", [
     ("[gemm_deviations]\n256 = 1.0", r"gemm_deviations: '256' is no shape"),
+    ("[gemm_deviations]\n64x0x64 = 1.0", "gemm_deviations: '64x0x64' is no shape"),
     ("[gemm_deviations]\n1x2x3 = -1.0", r"gemm_deviations\.1x2x3 = -1\.0"),
+    ("[passes.add]\nbytes = [8]\nseconds = [1.0]", "passes: a curve named other, "),
+    ("[passes.about]\nbytes = [nan]\nseconds = [1.0]", r"passes\.about\.bytes\[0\] = nan"),
+    ("[[collectives]]\nkind = 'gather'\nsize = 2\nstride = 1\nalpha = 0\nbeta = 0\n"
+     "curve = {bytes = [8], seconds = [1.0]}", r"collectives\[0\]\.kind = 'gather': all_gather, "),
     ("[waiting]\n8 = nan", r"waiting\.8 = nan"),
     ("[waiting]\nname = 1.0", "waiting"),
     ("[waiting]\nabout = nan", "waiting"),

@@ -101,6 +101,12 @@ def test_the_verb_prints_rows_as_pipelines(outcome, monkeypatch, capsys):
     assert "Table 2, strong scaling, gpipe of 8 stages and 12 micro-batches (a model)" in text
     assert "3-D 64 2 x 2 x 2" in text
     assert "Left out: strong 1d on 36, strong 2d on 36: 8 stages do not" in text
+    assert main(["predict", "--table", "weak", "--stages", "2", "--data", "2", "--zero", "1",
+                 "--microbatches", "6", "--grid", "1x1x2,2x1x1"]) == 0    # one for each stage
+    text = capsys.readouterr().out
+    assert "1f1b of 2 replicas of 2 stages and 6 micro-batches, ZeRO 1" in text
+    rows = [line.split() for line in text.splitlines() if line.startswith("3-D")]
+    assert [row[1:4] for row in rows] == [["8", "1x1x2,", "2x1x1"]]
 
 
 @pytest.mark.parametrize("words, said", [

@@ -14,7 +14,8 @@ from bench.prediction.pipeline_model import PipelineModel
 from bench.prediction.published_steps import (COLUMNS, choices, fit_machine, predict_rows,
                                               read_rows)
 from bench.prediction.training_step import (SHARES, memory_by_kind, model_flops,
-                                            optimizer_seconds, parameters_of_rank, predict_step)
+                                            optimizer_seconds, parameters_of_rank,
+                                            predict_step, written_seconds)
 from mm3d.model.stack import Stack
 from mm3d.schemes import find_scheme
 from mm3d.training.schedules import build
@@ -88,6 +89,20 @@ def test_the_optimizer_moves_its_state_once_and_zero_divides_it():
     assert optimizer_seconds(replace(model, zero=1), A100) == pytest.approx(whole / 4)
 
 
+def test_gradients_that_are_first_written_are_whole_up_to_zero_1():
+    """As many seconds of adding are left out as without ZeRO; from ZeRO 2 on those of shards."""
+    own = msgspec.structs.replace(A100, kernels="own")
+    model = gpt(1, data=4)
+    model = replace(model, stack=replace(model.stack, dtype="float32"))
+    every = [written_seconds(replace(model, zero=zero), own) for zero in range(4)]
+    assert every == pytest.approx([every[0], every[0], every[0] / 4, every[0] / 4])
+    assert every[0] == pytest.approx(sum(parameters_of_rank(model)) * 3 * 4 / (
+        A100.memory_bandwidth * A100.achieved.memory))
+    found = predict_step(replace(model, zero=1), own)
+    assert sum(found.shares.values()) == pytest.approx(found.seconds)
+    assert min(found.shares.values()) >= 0
+
+
 def test_memory_by_kind_is_the_peak_of_the_dry_run():
     found = memory_by_kind(gpt(2, 4))
     assert found["all"] == sum(value for name, value in found.items() if name != "all")
@@ -122,6 +137,18 @@ def test_rows_are_read_and_the_rest_named(tmp_path):
     assert problems[4].startswith("line 8: no global batch, micro batch, hidden size, ")
 
 
+@pytest.mark.parametrize("place, text, would", [
+    (1, "1048577", "a whole number from 1 to 1048576"), (6, "1e300", "a whole number from 1"),
+    (6, "nan", "a whole number from 1"), (11, "inf", "a number above 0"),
+    (11, "-5", "a number above 0")])
+def test_a_number_that_no_step_has_leaves_out_its_row(place, text, would, tmp_path):
+    cells = GOOD[0].split(",")
+    rows, (problem,) = read_rows(written(
+        tmp_path, GOOD[1], ",".join([*cells[:place], text, *cells[place + 1:]])))
+    assert len(rows) == 1 and problem.startswith("line 3: ")
+    assert f" is {text!r}: {would}" in problem
+
+
 def test_lines_of_any_system_are_read_and_what_is_no_csv_is_refused(tmp_path):
     path = tmp_path / "old.csv"
     path.write_bytes("\r".join([HEAD, *GOOD]).encode())
@@ -142,6 +169,14 @@ def test_optional_columns_say_what_a_row_is(tmp_path):
     assert (model.vocab, model.scheme, model.tied, model.named) == (
         1000, "1d-sp", False, "interleaved:2")
     assert (plain.vocab, plain.scheme, plain.tied, plain.named) == (51200, "1d", True, "1f1b")
+
+
+def test_a_misspelt_column_is_named(tmp_path):
+    """But not one of something else, nor one beside the column that it is like."""
+    rows, problems = read_rows(written(tmp_path, GOOD[0] + ",1000,float16,x",
+                                       head=HEAD + ",Vocab,dtype,type"))
+    assert len(rows) == 1 and rows[0].config.model.vocab == 51200
+    assert problems == ["column 'vocab' is not used; did you mean vocabulary?"]
 
 
 def test_a_type_without_a_rate_leaves_out_its_row_alone(tmp_path, capsys):
@@ -205,6 +240,9 @@ def test_a_fit_finds_the_fractions_that_made_the_seconds(tmp_path):
     assert max(errors) < .02 < max(abs(one.error) for one in predict_rows(made, A100)[0])
     with pytest.raises(UsageError, match="4 rows"):
         fit_machine(rows[:4], A100)
+    narrow = msgspec.structs.replace(A100, gemm_rate={"float32": 1e12})
+    with pytest.raises(UsageError, match="0 rows to fit .*; line 2: machine dgx-a100 has no rate"):
+        fit_machine(rows, narrow)
 
 
 def test_the_choice_is_the_row_predicted_fastest(tmp_path):

@@ -1,6 +1,7 @@
 """Plans of whole trainings against brute force, and the lines that say why there is none."""
 import argparse
 import re
+import sys
 from dataclasses import replace
 
 import msgspec
@@ -177,7 +178,7 @@ def test_closed_forms_of_a_layer_are_near_its_dry_run(model, recompute):
     """With softmax in memory, with scores in registers, and with this library's own passes; of a
     GPT, of SwiGLU with RMSNorm and rotary positions, and with 4 heads of queries for each key."""
     machines = [(load_machine(name), error) for name, error in (
-        ("dgx-a100", .03), ("dgx-h100", .03), ("longhorn", .15))]
+        ("dgx-a100", .03), ("dgx-h100", .03), ("longhorn", .06))]
     assert len({machine.elementwise_block for machine, _ in machines}) == 1    # all that is traced
     asked = Training(load_model(model), 8, 8, 2048, "float32", machines[0][0])
     for scheme, grid in asked.shapes():
@@ -251,6 +252,7 @@ def test_dry_train_and_jobs_take_a_plan(choice, overlap, tmp_path, capsys):
     (["--gpus", "8", "--model", "llama-3-70b"], "--batch is missing"),
     (["--gpus", "7919", "--model", "llama-3-70b", "--batch", "8"], "such as 4096 would do"),
     (["--gpus", "8", "--model", "gpt-3-175b", "--batch", "1"], "no plan fits 74.5 GiB a GPU"),
+    (["--gpus", "1", "--model", "gpt2", "--batch", "100003"], "so a smaller batch may do too"),
     (["--map", "7919", "--model", "gpt2", "--batch", "8"], "such as 4096 would do"),
     (["--gpus", "8", "--model", "none.toml", "--batch", "8"], "there is no such file"),
     (["--gpus", "8", "--model", "gpt-3-175b", "--batch", "8", "--zero", "1"], "--zero 1"),
@@ -273,6 +275,15 @@ def test_options_of_dry_that_do_nothing_alone(options, message, capsys):
     assert status_of(main, ["dry", "--ranks", "4", "--hidden", "256", "--layers", "4", "--heads",
                             "4", "--batch", "8", "--seq", "64", *options]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_dtype_that_the_library_has_not_is_refused_in_a_line(monkeypatch, capsys):
+    """With experts that no other test has, so that nothing of them is known."""
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)    # as where it is not installed
+    assert main([*PLAN, "--gpus", "2", "--model", "gpt2", "--batch", "2", "--experts", "3",
+                 "--expert-top", "3", "--dtype", "bfloat16"]) == 2
+    said = capsys.readouterr().err
+    assert "pip install ml_dtypes for bfloat16" in said and said.count("\n") == 1
 
 
 def test_train_has_no_direction_that_its_mesh_has_not():
