@@ -146,15 +146,15 @@ def vee(ranks: int) -> tuple[tuple[int, ...], ...]:
 BUILDERS: dict[str, Callable[..., Schedule]] = {}
 LARGEST = 2 ** 18    # forward steps, ranks x chunks x micro-batches: a minute and half a GB
 MOST: dict[str, int] = {}      # of each builder
-CHUNKS: dict[str, int] = {}    # a rank, of each builder, unless others are asked for
+CHUNKS: dict[str, int] = {}    # a rank, of each builder without a choice
 
 
 def builder(name: str, most: int = LARGEST, chunks: int = 1) -> Callable[
         [Callable[..., Schedule]], Callable[..., Schedule]]:
     """Decorate a builder of schedules called `name`.
 
-    They have at most `most` forward steps, and `chunks` a rank unless it has a parameter `chunks`
-    that says otherwise.
+    They have at most `most` forward steps, and `chunks` a rank; a builder with a choice has a
+    parameter `chunks` instead, with a default.
     """
     def named(function: Callable[..., Schedule]) -> Callable[..., Schedule]:
         BUILDERS[name], MOST[name], CHUNKS[name] = function, most, chunks

@@ -131,15 +131,22 @@ def test_chunks_are_a_whole_number(chunks):
 
 
 def test_a_new_builder_needs_its_function_alone():
+    """The default of chunks is its own, where it has a choice of them."""
+    asked = []
+
     @builder("one-by-one")
-    def one_by_one(ranks, microbatches):
+    def one_by_one(ranks, microbatches, chunks=3):
+        asked.append(chunks)
         return Schedule(loop(ranks), tuple(
             tuple(action for micro in range(microbatches)
                   for action in build("gpipe", 1, microbatches).rows[0] if action.micro == micro)
             for _ in range(ranks)))
     try:
         check(build("one-by-one", 3, 4), pending=0)
-        assert "one-by-one" in registry()
+        build("one-by-one:2", 3, 4)
+        assert asked == [3, 2] and "one-by-one" in registry()
+        with pytest.raises(ValueError, match="9 stages and 32768 micro-batches have 294912 forw"):
+            build("one-by-one", 3, 2 ** 15)
     finally:
         del BUILDERS["one-by-one"]
 

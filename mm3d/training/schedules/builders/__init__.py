@@ -86,7 +86,6 @@ def _request(name: str, ranks: int, microbatches: int,
     """Return the plain name, and the conditions that its builder gets."""
     plain, colon, count = full_name(name).partition(":")
     known = inspect.signature(BUILDERS[plain]).parameters
-    conditions = {"chunks": CHUNKS[plain]} | conditions
     given = {key: value for key, value in conditions.items() if key in known}
     if colon:
         if "chunks" not in known:
@@ -95,7 +94,7 @@ def _request(name: str, ranks: int, microbatches: int,
             raise ValueError(f"schedule {name!r}: a number of chunks of at least 1 is expected "
                              f"after the colon")
         given["chunks"] = int(count)
-    chunks = given.get("chunks", CHUNKS[plain])
+    chunks = given.get("chunks", known["chunks"].default if "chunks" in known else CHUNKS[plain])
     if not all(isinstance(number, Integral) and number >= 1
                for number in (ranks, microbatches, chunks)):
         raise ValueError(f"{ranks!r} ranks with {chunks!r} chunks and {microbatches!r} "

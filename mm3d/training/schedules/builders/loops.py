@@ -27,8 +27,8 @@ def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
         for rank in range(ranks)))
 
 
-@builder("interleaved", chunks=2)
-def interleaved(ranks: int, microbatches: int, chunks: int) -> Schedule:
+@builder("interleaved")
+def interleaved(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
     """Build the interleaved 1F1B schedule (arXiv 2104.04473, section 2.2).
 
     Micro-batches go through the chunks in groups.  The groups have as many as there are ranks
