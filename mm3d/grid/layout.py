@@ -190,10 +190,12 @@ class Layout:
                 raise ValueError(f"the block of an array of {shape} in layout {self.spec!r} is "
                                  f"{wrong[0]} on rank {rank}, not {wrong[1]}")
         places = [self.slices(grid, shape, coords) for coords in grid.shape.all_coordinates()]
-        # As bytes: MPI does not know every dtype that arrays have.
-        sizes = [local.itemsize * math.prod(s.stop - s.start for s in place) for place in places]
-        parts, starts = np.empty(sum(sizes), np.uint8), block_starts(sizes)
-        grid.comm.Allgatherv(local.reshape(-1).view(np.uint8), [parts, (sizes, starts)])
+        # As integers: MPI does not know every dtype, nor all of them more than 2^31 elements.
+        like = np.dtype(f"u{math.gcd(local.itemsize, 8)}")
+        words = local.itemsize // like.itemsize
+        sizes = [words * math.prod(s.stop - s.start for s in place) for place in places]
+        parts, starts = np.empty(sum(sizes), like), block_starts(sizes)
+        grid.comm.Allgatherv(local.reshape(-1).view(like), [parts, (sizes, starts)])
         out = np.empty(shape, local.dtype)
         for place, start, size in zip(places, starts, sizes):
             part = parts[start:start + size].view(local.dtype)

@@ -1,5 +1,6 @@
 """Layouts: which block of an array a rank holds, and how blocks make the array again."""
 from itertools import product
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -124,6 +125,21 @@ def test_the_dtype_and_every_bit_survive_in_a_copy(comm):
             assert layout.unshard(local, grid, A.shape).tobytes() == before
             local[...] = 0
             assert A.tobytes() == before
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bool"])
+def test_elements_are_counted_and_not_their_bytes(monkeypatch, dtype):
+    """Many an MPI counts no further than 2^31, which are the bytes of half a table of words."""
+    with on_grid(MPI.COMM_SELF, 1, 1, 1) as grid:
+        counts = []
+
+        def gather(send, recv):
+            counts.extend(recv[1][0])
+            MPI.COMM_SELF.Allgatherv(send, recv)
+        monkeypatch.setattr(grid, "comm", SimpleNamespace(
+            allgather=MPI.COMM_SELF.allgather, Allgatherv=gather))
+        a = np.ones((3, 4), dtype)
+        assert np.array_equal(mm3d.Layout("x,y").unshard(a, grid, a.shape), a) and counts == [12]
 
 
 @pytest.mark.parametrize("spec", ["xx,z", "x,x", "xy,zx", "zx@z", "zx@", "zx@yy", "@y"])
