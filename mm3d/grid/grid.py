@@ -140,7 +140,7 @@ class Grid(GridAxes):
                 raise ValueError(f"a grid of {self.shape} has {self.shape.ranks} ranks, but the "
                                  f"communicator has {comm.size}: start that many ranks, or give "
                                  f"sizes whose product is {comm.size}")
-            for name in ("MM3D_ABORT", "MM3D_CUDNN", "MM3D_TF32"):    # whoever reads them, or has
+            for name in ("MM3D_ABORT", "MM3D_CUDNN", "MM3D_TF32"):    # also where nothing reads it
                 backends.setting(name)
             given |= {"backend": self.backend.name, "sizes": self.shape} | variables()
         if not isinstance(comm, DryCommunicator):
