@@ -212,8 +212,8 @@ class Axis:
 
         On the other ranks `a` gives shape and dtype and may be overwritten.  The result may be an
         array that several ranks share, which must not be written.  Shape, dtype and root must be
-        the same on all ranks.  If ranks share memory, a difference raises ValueError
-        at the latest in the next collective that gathers or sums for all ranks.
+        the same on all ranks.  A root that is no rank raises ValueError; if ranks share memory, so
+        does a difference, at the latest in the next collective that gathers or sums for all ranks.
         """
         if self.size == 1:
             return a
