@@ -12,8 +12,8 @@ from typing import Any, Callable, Iterator
 
 import numpy as np
 
-from mm3d.arrays.elementwise import (GELU_CUBIC, GELU_SCALE, by_head, head_blocks, reshape,
-                                     row_blocks)
+from mm3d.arrays.backend import reshape
+from mm3d.arrays.elementwise import GELU_CUBIC, GELU_SCALE, by_head, head_blocks, row_blocks
 
 QUERY_BLOCK = 64    # least number of queries in a block of scores under a causal mask
 MAX_EXPONENT = 87.0    # exp of it, and the reciprocal, have full precision in float32

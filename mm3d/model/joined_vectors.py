@@ -7,9 +7,8 @@ from typing import Any, Container, Sequence
 
 import numpy as np
 
-from mm3d.arrays.backend import Array, backend_of
+from mm3d.arrays.backend import Array, backend_of, reshape
 from mm3d.arrays.blocks import resized_shape
-from mm3d.arrays.elementwise import reshape
 from mm3d.grid.split import Split
 from mm3d.model.vectors import Vector
 

@@ -8,8 +8,7 @@ gradient, the sum over its own rows, which `Vector.reduce_gradient` adds up.
 
 import math
 
-from mm3d.arrays.backend import Array
-from mm3d.arrays.elementwise import reshape
+from mm3d.arrays.backend import Array, reshape
 from mm3d.grid.activations import Space
 from mm3d.grid.layout import Layout, divided_directions
 from mm3d.grid.split import Gathered

@@ -3,8 +3,7 @@
 import math
 from typing import Any, Iterator
 
-from mm3d.arrays.backend import Array
-from mm3d.arrays.elementwise import reshape
+from mm3d.arrays.backend import Array, reshape
 from mm3d.grid.activations import Context, Space
 from mm3d.grid.split import Split
 from mm3d.model import functional
