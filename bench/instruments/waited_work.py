@@ -337,8 +337,7 @@ def waited_work(grids: Sequence[GridAxes], seconds: Seconds,
             grid.backend = library
         for axis, transport in zip(axes, transports):
             axis.backend, axis.transport = library, transport
-    use(backend, [WaitingTransport(carrier, backend) if axis.size > 1 else carrier
-                  for axis, carrier in zip(axes, carriers)])
+    use(backend, [WaitingTransport(carrier, backend) for carrier in carriers])
     try:
         yield backend
     finally:
