@@ -345,6 +345,6 @@ def print_rest(folder: Path, progress: RowProgress, stopped: Stopped | None,
 
 def command_for_rest(words: list[str]) -> str:
     """Return the command that measures the rows left by a command with these `words`."""
-    left = [word for word in words if len(word) < 3 or not "--fresh".startswith(word)]
+    left = [word for word in words if word != "--fresh"]
     return (f"the same command{' without --fresh' * (left != words)} measures the others:\n  "
             f"{shlex.join(['python', '-m', 'bench', *left])}")

@@ -177,7 +177,6 @@ def test_what_is_asked_for_later_is_of_the_reproduction_too():
 
 @pytest.mark.parametrize("words, without, left", [
     ("reproduce --fresh --out x", " without --fresh", "reproduce --out x"),
-    ("reproduce --table weak --fre", " without --fresh", "reproduce --table weak"),
     ("reproduce --table weak -- ", "", "reproduce --table weak --")])
 def test_the_command_that_measures_the_others(words, without, left):
     assert reproduce_verb.command_for_rest(words.split()) == (
