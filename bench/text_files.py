@@ -121,7 +121,7 @@ def decode(text: str, kind: type, make: Callable[[Any], Any] | None = None,
 
 
 def _wrong_field(tree: dict[str, Any], kind: type, place: str = "") -> str:
-    """Describe the first field that a format does not have, or lacks; "" if none."""
+    """Describe the first field that is unknown, missing, or none of its choices; "" if none."""
     fields = {field.name: field for field in msgspec.structs.fields(kind)}
     inside = f"{place}: " * bool(place)
     for name in tree:
@@ -133,6 +133,10 @@ def _wrong_field(tree: dict[str, Any], kind: type, place: str = "") -> str:
         return f"{inside}missing required field{'s' * (len(missing) > 1)} {', '.join(missing)}"
     for name, value in tree.items():
         inner, key = inner_format(fields[name].type), f"{place}.{name}".lstrip(".")
+        choices = (typing.get_args(fields[name].type)
+                   if typing.get_origin(fields[name].type) is typing.Literal else (value,))
+        if value not in choices:
+            return f"{key}: {value!r} is unknown: choose one of {', '.join(choices)}"
         tables = {key: value} if inner is fields[name].type else _items(value, key)
         for where, one in tables.items() if inner else ():
             if isinstance(one, dict) and (problem := _wrong_field(one, inner, where)):

@@ -1,11 +1,12 @@
 """Collect the files of the jobs in one folder and one file; make tables, figures and a page."""
 
 from bench.records import atomic, journal, merged, run_file
+from bench.records.notes import counted
 from bench.reports.finish import write_tables_and_figures
 from jobs import standings
 from jobs.scripts import Row, Work
 from jobs.standings import DONE, Standing
-from mm3d.console import say
+from mm3d.console import complain, say
 
 
 def copy_results(work: Work, case: Row) -> int:
@@ -20,10 +21,15 @@ def copy_results(work: Work, case: Row) -> int:
     return new
 
 
-def merge_runs(work: Work, cases: list[Row]) -> str:
-    """Merge the collected runs of the rows into one new file; return a line that names it.
+def merge_runs(work: Work, cases: list[Row]) -> tuple[str, list[str]]:
+    """Merge the collected runs of the rows into one new file.
 
     It is written beside the scripts, since tables and figures read every file of the results.
+
+    Returns
+    -------
+    str, list of str
+        A line that names the file, and a message for each run that was left out.
 
     Raises
     ------
@@ -34,10 +40,10 @@ def merge_runs(work: Work, cases: list[Row]) -> str:
     paths = [path for one in cases for path, _ in standings.read_results(work, one)[0]
              if path.parent == work.out]
     if not paths:
-        return "nothing to merge"
+        return "nothing to merge", []
     journal.check_folder(work.folder)
-    count, _ = merged.merge_files(paths, target, anew=True)    # which are readable
-    return f"{count} runs merged in {target}"
+    count, problems = merged.merge_files(paths, target, anew=True)
+    return f"{counted(count, 'run')} merged in {target}", problems
 
 
 def collect(work: Work, cases: list[Row]) -> int:
@@ -46,7 +52,7 @@ def collect(work: Work, cases: list[Row]) -> int:
     Returns
     -------
     int
-        0 when no row is missing, otherwise 1.
+        0 when no row is missing and all runs are merged, otherwise 1.
     """
     journal.check_folder(work.out)
     new = sum(copy_results(work, one) for one in cases)
@@ -55,11 +61,14 @@ def collect(work: Work, cases: list[Row]) -> int:
     done = len(cases) - len(missing)
     if run_file.list_files(work.out):
         write_tables_and_figures(work.out)
-    say(f"\n{done} of {len(cases)} rows done, {new} files new in {work.out}")
+    say(f"\n{done} of {len(cases)} rows done, {counted(new, 'new file')} in {work.out}")
     for one in missing:
         say(f"missing: {format_standing(one)}")
-    say(merge_runs(work, cases))
-    return int(bool(missing))
+    line, left_out = merge_runs(work, cases)
+    say(line)
+    for problem in left_out:
+        complain(f"left out: {problem}")
+    return int(bool(missing or left_out))
 
 
 def format_standing(one: Standing) -> str:

@@ -8,6 +8,7 @@ from typing import Any, Callable, Hashable, Mapping, Sequence, TypeVar
 import numpy as np
 from mpi4py import MPI
 
+from bench.agreement import make_on_rank_0
 from bench.instruments import host, timing
 from bench.instruments.clock import Clock, time_on_all_ranks
 from bench.records.measurements import Setting, Variable
@@ -91,12 +92,15 @@ def time_side(step: Callable[[], Any], comm, synchronize: Callable[[], None],
 
 
 def time_alone(measure: Callable[[], float], comm) -> Sample:
-    """Take a sample, of which `measure` returns the seconds, on rank 0 while the others sleep."""
+    """Take a sample, of which `measure` returns the seconds, on rank 0 while the others sleep.
+
+    Its errors are those of `bench.agreement.make_on_rank_0`.
+    """
     wait_patiently(comm)
     times = np.full((comm.size, 2), np.nan)
+    seconds = make_on_rank_0(measure, comm, wait=wait_patiently)
     if comm.rank == 0:
-        times[0] = 0, measure()
-    wait_patiently(comm)
+        times[0] = 0, seconds
     return Sample(times)
 
 

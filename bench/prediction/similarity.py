@@ -8,6 +8,9 @@ slower by a factor F, and all work takes F times as long, a step takes F/s^2 tim
 computing keeps its ratio to communicating.  That factor is the same for all rows.
 """
 
+from collections import Counter
+from copy import copy
+
 import msgspec
 
 from bench.cases.variants import Variant
@@ -18,6 +21,7 @@ from bench.prediction.seconds import achieved_seconds, place_trace, trace_terms
 from mm3d import ModelSizes
 from mm3d.grid.shape import GridShape
 from mm3d.tracing import dry_run
+from mm3d.tracing.events import Collective
 from mm3d.tracing.trace import Trace
 
 # The share of a full Ethernet frame, which a link counts whole, that is data of TCP.
@@ -98,10 +102,13 @@ def emulating_machine(machine: Machine, shrink: float, scale: float,
 
 
 def split_seconds(machine: Machine, trace: Trace) -> dict[str, tuple[float, float]]:
-    """Predict the seconds of work, and those of communication, by phase."""
-    found = {}
+    """Predict the seconds of work, with launches of kernels, and of communication, by phase."""
+    alone, found = copy(trace), {}
+    alone.events = Counter({key: times for key, times in trace.events.items()
+                            if not isinstance(key[-1], Collective)})
+    worked = trace_terms(machine, alone)
     for phase, spent in trace_terms(machine, trace).items():
-        work = achieved_seconds(machine, {name: spent[name] for name in ("gemm", "memory")})
+        work = achieved_seconds(machine, worked[phase])
         found[phase] = work, achieved_seconds(machine, spent) - work
     return found
 

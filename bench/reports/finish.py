@@ -52,19 +52,21 @@ def write_tables_and_figures(out: Path, figures: bool = True,
     atomic.replace(tables, text + "\n")    # a full disk leaves the old file
     files = [f"all tables: {tables}"]
     if figures:
-        files += draw_and_describe(out)
+        files += draw_and_describe(out, found.problems)
     say("; ".join(files))
 
 
-def draw_and_describe(out: Path) -> list[str]:
+def draw_and_describe(out: Path, told: list[str]) -> list[str]:
     """Draw the figures and write the page; return lines that name these files.
+
+    Why figures are not drawn is printed, but for the unread files that were `told` before.
 
     An error of the program is printed and ends nothing: all runs and tables are on the disk, and
     no picture decides whether a run succeeded.
     """
     try:
         drawn, left_out = draw_figures(out)
-        say(*[f"not drawn: {why}" for why in left_out])
+        say(*[f"not drawn: {why}" for why in left_out if str(why) not in told])
         return [f"page: {write_page(out)}",
                 f"figures: {', '.join(path.name for path in drawn) or 'none'}"]
     except Exception:

@@ -132,7 +132,7 @@ def check_words(run: Run) -> Iterator[str]:
     if chosen["scheme"] not in registry() or not counted_along_grid(run):
         return
     expected = expected_words(chosen["scheme"], run.grid, ModelSizes.from_settings(chosen),
-                              recorded_variant(chosen).keep, chosen.get("recompute", "none"),
+                              recorded_variant(chosen), chosen.get("recompute", "none"),
                               run.directions)
     counted = run.traffic["words"].sum(axis=1)
     for name, found in (("expected_words", run.expected_words), ("the words counted", counted)):

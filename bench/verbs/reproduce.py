@@ -23,7 +23,7 @@ from bench.experiments.rows import resume
 from bench.experiments.rows.reproduction import Stopped, measure_cases
 from bench.experiments.rows.settings import check_variant, check_verifiable
 from bench.instruments import host, leftover_memory
-from bench.records import journal
+from bench.records import journal, notes
 from bench.records.journal import Journal, Reproduction
 from bench.reports.emulation import row as emulated_row, tables as emulation_tables
 from bench.reports.finish import write_tables_and_figures
@@ -264,15 +264,15 @@ def run_options(arguments: argparse.Namespace, out: Path, order: int) -> list[st
 def announce_start(progress: RowProgress, preset: str, out: Path,
                    reproduction: Reproduction) -> None:
     """Show the number of rows, the machine, the folder, and the rows that are there already."""
-    cluster = Cluster.from_environment()
-    progress.say(f"{progress.total} rows, preset {preset}, on {host.cpu_model()}, "
-                 f"{launcher.cores()} cores; {f'{cluster.describe()}; ' if cluster else ''}"
-                 f"results in {out}; order {reproduction.order}")
+    where = f"{cluster.describe()}; " if (cluster := Cluster.from_environment()) else ""
+    progress.say(f"{notes.counted(progress.total, 'row')}, preset {preset}, on "
+                 f"{host.cpu_model()}, {launcher.cores()} cores; {where}results in {out}; order "
+                 f"{reproduction.order}")
     if left_behind := leftover_memory.removal_advice(leftover_memory.abandoned_segments()):
         progress.say(left_behind)
     if progress.done:
         progress.say(f"going on with what was begun at {reproduction.begun[:19]} UTC: "
-                     f"{progress.done} rows are there and not measured again")
+                     f"{notes.counted(progress.done, 'row')} of it measured before")
 
 
 def predict_rows(arguments: argparse.Namespace, cases: list[Case]) -> None:
@@ -323,8 +323,8 @@ def report_end(log: Journal, reproduction: Reproduction, progress: RowProgress,
     if stopped or lacking:
         print_rest(log.folder, progress, stopped, arguments.words)
     elif missing:
-        say(f"\nOf what was begun at {reproduction.begun[:19]} UTC {len(missing)} rows are not "
-            f"measured yet: the command that began it goes on with them")
+        say(f"\nstill to measure of what was begun at {reproduction.begun[:19]} UTC: "
+            f"{notes.counted(len(missing), 'row')}, with which the command that began it goes on")
     return stopped.status if stopped else int(lacking > 0)
 
 
@@ -345,6 +345,6 @@ def print_rest(folder: Path, progress: RowProgress, stopped: Stopped | None,
 
 def command_for_rest(words: list[str]) -> str:
     """Return the command that measures the rows left by a command with these `words`."""
-    left = [word for word in words if len(word) < 3 or not "--fresh".startswith(word)]
+    left = [word for word in words if word != "--fresh"]
     return (f"the same command{' without --fresh' * (left != words)} measures the others:\n  "
             f"{shlex.join(['python', '-m', 'bench', *left])}")

@@ -31,7 +31,7 @@ from bench.records.notes import split_checks
 from bench.reports import micro_tables
 from bench.reports.emulation.at_rates import join_rates
 from bench.reports.figures.link_sweep import make_sweep_drawings
-from bench.reports.figures.style import save_drawings
+from bench.reports.figures.style import NotDrawn, save_drawings
 from bench.command_line import grids, measuring, options, row_options
 from bench.command_line.publish import check_trace_file, publish_row
 from mm3d.arrays import backend as backends
@@ -107,8 +107,8 @@ def run(arguments: argparse.Namespace, comm) -> int:
             # Nobody has named a row of --equal-tokens: it may be left out for lack of memory.
             spared = arguments.rows is None and one.row.like and line.startswith("left out")
             statuses.append(0 if spared else status)
-    if arguments.links and comm.rank == 0:
-        show_rates(out, arguments.show)
+    if arguments.links:
+        statuses.append(comm.bcast(comm.rank == 0 and show_rates(out, arguments.show)))
     return max(statuses)
 
 
@@ -271,11 +271,15 @@ def summarize(record: model_run.Run) -> str:
             f"by {error:.1g}{step}")
 
 
-def show_rates(folder: Path, show: Callable[[list[Part]], None]) -> None:
-    """Print the tables of a folder's rows at several rates of links, and draw the picture."""
+def show_rates(folder: Path, show: Callable[[list[Part]], None]) -> int:
+    """Print the tables of a folder's rows at several rates of links, and draw the picture.
+
+    Return 1 if it cannot be drawn, else 0, as for want of results.
+    """
     records = join_rates(read_folder(folder).rows)
     say()
     show(micro_tables.make_parts(records))
     say()
     drawn, left_out = save_drawings(make_sweep_drawings(records), folder)
     say(*[f"picture: {path}" for path in drawn], *[f"not drawn: {why}" for why in left_out])
+    return int(any(isinstance(why, NotDrawn) for why in left_out))

@@ -12,7 +12,7 @@ from typing import Any, Iterator, Sequence
 
 from mm3d.grid.layout import divided_directions
 from mm3d.grid.shape import GridShape
-from mm3d.schemes import find_scheme, registry
+from mm3d.schemes import find_scheme
 from mm3d.schemes.closed_form import ON_FACES, Move, ProductShape
 
 
@@ -114,8 +114,7 @@ class Words:
     batch, seq : int
         Global number of sequences, and positions in each.
     **options
-        Options of the scheme, such as ``keep`` of `mm3d.schemes.cube.Cube`.  One that other
-        schemes alone have is left out: a row's ``keep`` may be given for each scheme.
+        Options of the scheme, such as ``keep`` of `mm3d.schemes.cube.Cube`.
 
     Attributes
     ----------
@@ -125,8 +124,8 @@ class Words:
     Raises
     ------
     ValueError
-        When there is no scheme of that name, it cannot use the grid, or no scheme has an option
-        or its value.
+        When there is no scheme of that name, it cannot use the grid, or has no such option or
+        value.
     """
 
     def __init__(self, scheme: str, grid: Mapping[str, int], batch: int, seq: int,
@@ -136,10 +135,7 @@ class Words:
         self.grid = self.scheme.grid_shape(
             sizes if len(sizes) == len(grid) else GridShape.from_sizes(grid))
         self.scheme.check_grid(self.grid)
-        known = {name for one in registry().values() for name in one.options}
-        self.options = self.scheme.complete_options({
-            name: value for name, value in options.items()
-            if name in self.scheme.options or name not in known})
+        self.options = self.scheme.complete_options(options)
         self.batch, self.seq = batch, seq
         self.outer, self.inner = (
             SpaceCosts(self.grid, *letters)

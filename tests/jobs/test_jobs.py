@@ -99,7 +99,8 @@ def test_supplied_sites_are_sound_and_render_all_rows(tmp_path, name, every):
     ("ranks = 4", "ranks = 4\n[run]\nbackend = 'cupy'", "set launch.gpu_binding to"),
     ("ranks = 4", "ranks = 4\n[run]\ndevice_buffers = true",
      "backend 'numpy' has no device buffers"),
-    ("ranks = 4", "ranks = 4\n[launch]\nlauncher = 'aprun'", "Invalid enum value 'aprun'"),
+    ("ranks = 4", "ranks = 4\n[launch]\nlauncher = 'aprun'",
+     "launch.launcher: 'aprun' is unknown: choose one of srun, mpirun"),
     ("ranks = 4", "ranks = 4\n[environment]\n'A=B; touch hit #' = 'x'",
      "'A=B; touch hit #' is no name of a variable"),
     ("ranks = 4", "ranks = 4\n[inside]\n4d = 'x'", "inside: '4d' is no scheme: 1d, "),
@@ -628,17 +629,21 @@ def test_collect_merges_and_names_what_is_missing(tmp_path, capsys, monkeypatch)
             "--out", str(out)]
     assert main(verb) == 1
     text = capsys.readouterr().out
-    assert "1 of 2 rows done, 1 files new" in text and "1 runs merged in " in text
+    assert "1 of 2 rows done, 1 new file in" in text and "1 run merged in " in text
     assert "missing: strong 3-D 8 ranks: not submitted" in text
     assert "missing: weak" not in text
     assert (out / path.name).read_bytes() == path.read_bytes() and (out / "tables.txt").exists()
     run_file.write_run(made_up(other.row, preset="tiny"), out, other.name)
     assert main(verb) == 0
     text = capsys.readouterr().out
-    assert "2 of 2 rows done, 0 files new" in text and "2 runs merged in " in text
+    assert "2 of 2 rows done, 0 new files" in text and "2 runs merged in " in text
     runs, _ = merged.runs_in_file(out / "jobs" / "all.h5")
     assert sorted(run.configuration["table"] for run in runs) == ["strong", "weak"]
     assert not list((out / "jobs").glob(".all-*")) and drawn == [out] * 4    # figures and page
+    monkeypatch.setattr(merged, "merge_files", lambda *given, **more: (1, ["x.h5 is damaged"]))
+    assert main(verb) == 1
+    said = capsys.readouterr()
+    assert "1 run merged in " in said.out and said.err == "left out: x.h5 is damaged\n"
 
 
 @pytest.mark.parametrize("options, message", [

@@ -76,7 +76,8 @@ def test_gpus_that_are_neither_a_number_nor_a_type_with_one(tmp_path, gpus):
     ('gpu_option = "none"', "task", "slurm.gpu_option = 'none' does not know; use 'rank'"),
     ('gres = "gpu:4"', "rank", "slurm.gres = 'gpu:4': GPUs are asked for by node.gpus"),
     ('gres = "nvme:1,gpu"', "rank", "GPUs are asked for by node.gpus"),
-    ('gpu_option = "gpus"', "rank", "Invalid enum value 'gpus'")])
+    ('gpu_option = "gpus"', "rank",
+     "slurm.gpu_option: 'gpus' is unknown: choose one of gpus-per-node, gres, none")])
 def test_requests_that_contradict_each_other(tmp_path, slurm, binding, said):
     with pytest.raises(UsageError, match=re.escape(said)):
         load(tmp_path, slurm, binding=binding)

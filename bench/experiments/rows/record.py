@@ -9,6 +9,7 @@ from mpi4py import MPI
 import mm3d
 from bench.cases.case import Case
 from bench.cases.paper import Row
+from bench.cases.variants import Variant
 from bench.experiments.products import operands
 from bench.experiments.rows.settings import Settings
 from bench.instruments import host, timing
@@ -21,16 +22,18 @@ from mm3d.model.architecture import INNER_FACTOR
 from mm3d.tracing.events import PHASES
 
 
-def expected_words(scheme: str, grid: GridShape, sizes: ModelSizes, keep: str, recompute: str,
-                   directions: tuple[str, ...] | None = None) -> np.ndarray:
+def expected_words(scheme: str, grid: GridShape, sizes: ModelSizes, variant: Variant,
+                   recompute: str, directions: tuple[str, ...] | None = None) -> np.ndarray:
     """Compute the words of one step in closed form, for `bench.records.model_run.Run`.
 
     Parameters
     ----------
     grid : GridShape
         The sizes of its directions.
-    keep, recompute : str
-        See `mm3d.scheme` and `mm3d.Transformer`.
+    variant : Variant
+        With the options of the scheme.
+    recompute : str
+        See `mm3d.Transformer`.
     directions : tuple of str, optional
         The directions of the result; those of a new record unless given.
 
@@ -40,7 +43,7 @@ def expected_words(scheme: str, grid: GridShape, sizes: ModelSizes, keep: str, r
         Words, (phases, directions, collectives).
     """
     directions = directions or model_run.directions_of(grid)
-    forms = mm3d.cost.words(scheme, grid, sizes, recompute, keep=keep)
+    forms = mm3d.cost.words(scheme, grid, sizes, recompute, **variant.options(scheme))
     expected = np.zeros((len(PHASES), len(directions), len(COLLECTIVES)), np.int64)
     for phase, name in enumerate(PHASES):
         for (axis, collective), words in forms[name].items():
@@ -90,7 +93,7 @@ def row_record(one: Case, scheme, configuration: dict[str, Setting], times: timi
         Further groups of the file by name; those that are None are left out.
     """
     grid = scheme.grid
-    words = expected_words(scheme.name, grid.shape, one.sizes, one.variant.keep,
+    words = expected_words(scheme.name, grid.shape, one.sizes, one.variant,
                            configuration["recompute"])
     own = {"traffic": model_run.traffic_group(dict(zip((*model_run.COUNTS, "moved"), traffic)),
                                               words, model_run.directions_of(grid.shape)),

@@ -71,6 +71,7 @@ class TorchProcesses:
             np.savez(self._folder / f"arrays-{comm.rank}.npz", **arrays)
         comm.Barrier()
         library = "colossal" if subject == "ColossalLayer" else "torch"
+        self._asked = f"--{library} {python}"
         problem = self._start(python, threads, library) if comm.rank < ranks else None
         wait_patiently(comm)
         try:
@@ -88,22 +89,25 @@ class TorchProcesses:
                 [str(word) for word in command], env=torch_environment(), encoding=CHILDREN_PRINT,
                 errors="replace", stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         except OSError as error:
-            return f"--{library} {python}: {error.strerror}"
+            return f"{self._asked}: {error.strerror}"
         line = self._process.stdout.readline()
         try:
             about = json.loads(line) if line else {"problem": "it says above why"}
         except ValueError:    # of a program that is no Python
             about = {"problem": f"it answers {line.strip()!r}"}
         if "problem" in about:
-            return (f"--{library} {python} could not {self.what}: {about['problem']}; an "
-                    f"interpreter with {needed[library]} would do")
+            return (f"{self._asked} could not {self.what}: {about['problem']}; an interpreter "
+                    f"with {needed[library]} would do")
         self.about = describe(about, self.ranks)
         return None
 
-    def ask(self, *words: str) -> dict[str, Any]:
-        """Have this rank's process do something; return its answer, {} on ranks without one.
+    def answer(self, *words: str) -> dict[str, Any]:
+        """Have this rank's process alone do something; return its answer, {} without a process.
 
-        Every rank that has a process must ask the same.
+        Raises
+        ------
+        UsageError
+            On this rank, when the process has ended, such as for want of memory.
         """
         if not self._process:
             return {}
@@ -112,23 +116,39 @@ class TorchProcesses:
             self._process.stdin.write(f"{' '.join(words)}\n")
             self._process.stdin.flush()
             line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"PyTorch could not {self.what}: its process has ended, as it says "
-                               f"above")
+        if not line.endswith("\n"):
+            status = self._process.wait()
+            how = f"by signal {-status}" if status < 0 else "as it says above"
+            raise UsageError(f"{self._asked} could not {self.what}: its process has ended, {how}")
         found = json.loads(line)
         if found.pop("arrays", False):
             with np.load(self._folder / f"answer-{self.comm.rank}.npz") as arrays:
                 found |= dict(arrays)
         return found
 
+    def ask(self, *words: str, settle: float = 0.0) -> dict[str, Any]:
+        """Have all processes do something as `answer`, then sleep some seconds where one has.
+
+        Raises
+        ------
+        UsageError
+            On all ranks, when a process has ended.
+        """
+        found, problem = {}, None
+        try:
+            found = self.answer(*words)
+        except UsageError as error:
+            problem = str(error)
+        if found:
+            time.sleep(settle)
+        wait_patiently(self.comm)
+        agree(problem, self.comm)
+        return found
+
     def take_turn(self, *words: str) -> dict[str, Any]:
         """Have all processes do something as `ask`, when the other sides sleep."""
         wait_patiently(self.comm)
-        found = self.ask(*words)
-        if found:
-            time.sleep(SETTLE)
-        wait_patiently(self.comm)
-        return found
+        return self.ask(*words, settle=SETTLE)
 
     def sample(self, *words: str) -> Sample:
         """Have all processes take a step, by default; return their times and answers.

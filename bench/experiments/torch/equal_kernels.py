@@ -85,6 +85,11 @@ def compare_kernels(products: Sequence[Product], dtype: str, backend: Backend,
     -------
     Kernels or None
         None where the products are a device's, or there are none.
+
+    Raises
+    ------
+    UsageError
+        On all ranks, when PyTorch's process has ended.
     """
     comm = reference.comm
     if not comm.bcast(bool(products) and backend.host_buffers):
@@ -98,7 +103,7 @@ def compare_kernels(products: Sequence[Product], dtype: str, backend: Backend,
 
     def theirs() -> float:
         text = json.dumps(products, separators=(",", ":"))
-        return reference.ask("products", dtype, text)["seconds"]
+        return reference.answer("products", dtype, text)["seconds"]
 
     found, _ = compare_in_turns({side: partial(time_alone, measure, comm)
                                  for side, measure in zip(SIDES, (mine, theirs))},

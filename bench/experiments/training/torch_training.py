@@ -91,8 +91,6 @@ def train_by_torch(python: str, plan: Plan, text: Text, state: State, steps: int
                 history.add({"step": step, "loss": found["loss"],
                              "seconds": found["end"] - found["begin"]})
                 report(step + 1, history)
-    except RuntimeError as error:
-        raise UsageError(f"--torch {python}: {error}") from error
     finally:
         process.close()
     return TorchTraining(process.about, history, kernels)

@@ -35,9 +35,10 @@ from mm3d.tracing import dry_run
 from mm3d.tracing.events import Boundary, Call, Collective, Gemm, HALVES, Overlapped, PHASES
 from mm3d.tracing.trace import Trace
 
-# Bytes that the ends of a GPT read and write, in arrays of logits: forward and backward.
-LOGIT_ARRAYS = 2    # that are held at once
-LOGIT_PASSES = {"numpy": (8, 6), "own": (8, 6), "fused": (2, 2)}
+LOGIT_ARRAYS = 2    # that the ends of a GPT hold at once
+# Bytes that the ends read and write, forward and backward: in arrays of logits, and of a table of
+# words, as gradients are added to those of the head and of the embedding.
+END_PASSES = {"numpy": ((8, 0), (6, 0)), "own": ((1, 0), (3, 7)), "fused": ((2, 0), (2, 0))}
 
 
 class Layer(NamedTuple):
@@ -248,11 +249,12 @@ def _screened_ends(training: Training, layer: Layer) -> tuple[PhaseWork, PhaseWo
     size = itemsize(training.dtype)
     product = sum(one.count * gemm_seconds(machine, Gemm(1, *one[:3], training.dtype))
                   for one in kind.local_products(layer.grid, shape))
-    logits = size * _logits(training, layer)
+    arrays = np.array([_logits(training, layer), gpt.hidden * gpt.vocab / layer.grid.ranks])
     return tuple(PhaseWork(achieved_seconds(machine, {
-        "gemm": times * product, "memory": passes * logits / machine.memory_bandwidth}),
+        "gemm": times * product,
+        "memory": float(passes @ arrays) * size / machine.memory_bandwidth}),
         collectives_of(moves, layer.grid, size))
-        for times, passes, moves in zip((1, 2), LOGIT_PASSES[machine.kernels],
+        for times, passes, moves in zip((1, 2), np.array(END_PASSES[machine.kernels]),
                                         kind.product_moves(layer.grid, shape)))
 
 

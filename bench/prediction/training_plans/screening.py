@@ -76,7 +76,7 @@ class Screening:
         self.listed, self.fitting, self.rates, self.placed = map(cache, (
             self._listed, self._fitting, self._rates, self._in_every_place))
         self.counts = dict.fromkeys(("candidates", "too large", "layers", "exact"), 0)
-        self.least = INFINITE    # bytes of the smallest candidate
+        self.least = INFINITE    # bytes of the smallest plan that does not fit
 
     def choices(self) -> Iterator[Choice]:
         """List all plans."""
@@ -281,12 +281,15 @@ class Screening:
         """Return whether a plan fits by dry runs of a layer, or almost."""
         layer = Layer.of(choice).anywhere
         most = TRACED_SLACK * self.limit
-        alone = layer_bytes(self.training, layer, self.alone(layer))
-        fits = (self.estimator.memory(choice, alone) <= most
-                and self.estimator.memory(choice, self.traced(layer).filled) <= most)
+        needed = self.estimator.memory(choice, layer_bytes(self.training, layer,
+                                                           self.alone(layer)))
+        if needed <= most:
+            needed = self.estimator.memory(choice, self.traced(layer).filled)
+        if needed > most:
+            self.least = min(self.least, needed)
         self.counts["layers"] = self.alone.cache_info().currsize
         self.progress(f"{self.counts['layers']} layers run dry")
-        return fits
+        return needed <= most
 
     def too_large(self) -> str:
         training = self.training

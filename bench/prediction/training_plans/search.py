@@ -139,7 +139,8 @@ class Search(Screening):
             if plan is not None:
                 best.setdefault(plan.choice.family, plan)
         if not best:
-            raise UsageError(self.too_large() if self.unfit else self._none_runs())
+            raise UsageError(self.too_large() if self.unfit or not self.refused
+                             else self._none_runs())
         fastest = min(best.values(), key=lambda one: one.seconds)
         changes = self.changes(fastest)
         while better := [one for one in changes.values() if isinstance(one, TrainingPlan)
@@ -165,6 +166,7 @@ class Search(Screening):
             self.progress(f"running a step dry: {describe(plan.choice)}")
             if plan.memory["all"] <= self.limit:
                 return plan
+            self.least = min(self.least, plan.memory["all"])
             if plan not in self.unfit:
                 self.unfit.append(plan)
         return None

@@ -12,7 +12,7 @@ from typing import Iterator, Sequence
 
 import numpy as np
 
-from bench.cases.paper import HEADINGS, TITLES
+from bench.cases.paper import HEADINGS, title
 from bench.cluster.spec import Cluster, RATES, format_unit
 from bench.document import Column, Notes, Part, make_table, spread
 from bench.records.kinds import named
@@ -74,8 +74,7 @@ class SweptPlan:
         all ranks of a node are neighbours."""
         inside = f"{self.order[-1]} inside, " * (len(self.order) > 1)
         overlap = f"overlap {self.overlap}, " * bool(self.overlap)
-        return (f"{TITLES.get(self.scheme, self.scheme)} {self.grid}, {inside}{overlap}"
-                f"batch {self.batch}")
+        return f"{title(self.scheme)} {self.grid}, {inside}{overlap}batch {self.batch}"
 
 
 def check_texts(run: Measurements) -> None:

@@ -180,7 +180,7 @@ def closed_form_points(runs: list[Run], table: str) -> list[Point]:
         sizes = ModelSizes.from_settings(chosen)
         for grid in grids_between(chosen["scheme"]):
             forms = cost.words(chosen["scheme"], grid, sizes, chosen.get("recompute", "none"),
-                               keep=recorded_variant(chosen).keep)
+                               **recorded_variant(chosen).options(chosen["scheme"]))
             total = sum(sum(form.values()) for form in forms.values())
             points.setdefault(grid.ranks, total / grid.ranks / chosen["batch"])
     return sorted(points.items())

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from mpi4py import MPI
 
 from bench.__main__ import parser
 from bench.errors import UsageError
 from bench.experiments.torch import models
 from bench.experiments.torch.child import TorchProcesses
+from bench.experiments.torch.equal_kernels import compare_kernels
 from bench.experiments.training import torch_training, trainer
 from bench.experiments.training.plan import Plan
 from bench.experiments.training.text import read_text
@@ -19,6 +19,7 @@ from bench.records import run_file
 from bench.validation.files import check_file
 from bench.verbs import train
 from made_up_torch import make_up
+from mm3d.arrays import backend as backends
 from mm3d.model.experts.layer import Experts
 
 PLAN = Plan(layers=1, hidden=8, heads=2, batch=4, seq=6, steps=3, lr=0.01, warmup=2)
@@ -44,6 +45,16 @@ class Subject:
 
     def validate(self):
         return {"validation": self.validations.pop(0)}
+"""
+
+
+IDLE = """
+class Subject:
+    def __init__(self, torch, case, arrays):
+        pass
+
+    def step(self):
+        return {"begin": 0.0, "end": 1.0}
 """
 
 
@@ -147,15 +158,25 @@ def test_what_was_trained_is_kept_when_pytorch_fails_later(comm, tmp_path, capsy
     assert "could not train the model" in out and "written: " in out
 
 
-def test_a_process_that_ends_while_it_sleeps_is_told_in_a_line(tmp_path):
-    """As of one that the system kills for its memory."""
-    process = TorchProcesses(made_up(tmp_path, [], {}), "Training", {"dtype": "float32"}, {},
-                             MPI.COMM_SELF, "train the model")
-    process._process.kill()
-    process._process.wait()
-    with pytest.raises(RuntimeError, match="could not train the model: its process has ended"):
-        process.ask("step", "0")
-    process.close()
+@pytest.mark.ranks(1, 2)
+def test_a_process_that_ends_while_it_sleeps_is_told_on_all_ranks(comm, shared_tmp_path):
+    """As of one that the system kills for its memory: the last, or that of rank 0 alone."""
+    if comm.rank == 0:
+        make_up(shared_tmp_path, IDLE)
+    comm.Barrier()
+    for ranks, ask in ((comm.size, lambda one: one.sample()),
+                       (comm.size, lambda one: one.ask("step")),
+                       (1, lambda one: compare_kernels([(1, 1, 1, False, False, 1)], "float32",
+                                                       backends.get("numpy"), one, 0))):
+        process = TorchProcesses(str(shared_tmp_path / "python"), "Training",
+                                 {"dtype": "float32"}, {}, comm, "train the model", ranks)
+        if comm.rank == ranks - 1:
+            process._process.kill()
+            process._process.wait()
+        with pytest.raises(UsageError, match=f"--torch {shared_tmp_path}/python could not train "
+                                             "the model: its process has ended, by signal 9"):
+            ask(process)
+        process.close()
 
 
 @pytest.mark.parametrize("name, said", [

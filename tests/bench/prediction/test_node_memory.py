@@ -101,7 +101,7 @@ def test_reproduce_measures_the_others_and_says_so(tmp_path):
     assert done.stdout.count("] done: ") == 1
     assert ("1 of 2 rows left out for lack of memory:\n  left out: weak 1-D 8 ranks, batch of "
             "3-D: needs about") in done.stderr
-    assert "failed" not in done.stderr and "not measured yet" not in done.stdout
+    assert "failed" not in done.stderr and "still to measure" not in done.stdout
     assert read_entries(tmp_path / "journal.jsonl")[-1]["outcome"] == "complete"
     done = run_python(*words, "--ranks", "1", "--scheme", "serial", "--node-memory",
                       f"{math.ceil(needed('strong:serial', 1))} B")

@@ -79,6 +79,15 @@ def test_a_step_keeps_the_share_of_its_work():
     assert 0.1 < shares[0] < 0.9
 
 
+def test_launches_of_kernels_are_work():
+    """One rank moves nothing, so all seconds are of its work."""
+    sizes, trace = trace_of(row_of("weak", "1d", 8), "emulated-tiny")
+    assert LONGHORN.launch_seconds and any(moving for _, moving in split_seconds(
+        LONGHORN, trace).values())
+    alone = split_seconds(LONGHORN, dry_run.trace_step("serial", 1, **sizes))
+    assert [moving for _, moving in alone.values()] == [0.0, 0.0]
+
+
 def test_links_without_a_limit_have_no_scale():
     with pytest.raises(UsageError, match="give --work-scale"):
         work_scale(LONGHORN, Cluster.parse("16x4:unlimited"))

@@ -14,11 +14,13 @@ from bench.command_line import config_options
 from bench.errors import UsageError
 from bench.instruments.placement import mesh_order
 from bench.prediction import hop_seconds
+from bench.prediction.closed_form_plan import collective_price
 from bench.prediction.machine_model import load_machine
 from bench.prediction.model_file import SIZES, ModelFile, load_model
 from bench.prediction.training_plans import screening, search
 from bench.prediction.training_plans.choices import Choice, Training
-from bench.prediction.training_plans.layer_work import Layer, trace_layer
+from bench.prediction.training_plans.layer_work import (Layer, screen_layer, screened_work,
+                                                        trace_layer, traced_work)
 from bench.prediction.training_step import layer_parameters
 from bench.reports.plans.training_plans import command_lines, remarks
 from bench.verbs import train
@@ -172,6 +174,18 @@ def test_plans_that_the_library_refuses_are_counted(monkeypatch, capsys):
         few(replace(asked, gpt=one)).run()
 
 
+@pytest.mark.parametrize("mib, predicted", [(20, False), (20.8, True)])
+def test_plans_that_fit_by_estimate_alone_are_none(mib, predicted):
+    """By closed forms they almost fit, and no longer by a dry run of a layer, or of a step."""
+    asked = Few(training(SMALL, 4, 2, mib),
+                lambda one: one.recompute == "full" and one.places == 1, lambda one: not one.zero)
+    with pytest.raises(UsageError, match=f"no plan fits {mib / 1024:.3g} GiB a GPU; by estimate "
+                                         f"the smallest needs 0.0207 GiB"):
+        asked.run()
+    assert bool(asked.unfit) is predicted
+    assert asked.counts["too large"] < asked.counts["candidates"]
+
+
 @pytest.mark.parametrize("model, recompute", [
     ("megatron-1t", "full"), ("llama-2-7b", "none"), ("llama-3-8b", "full")])
 def test_closed_forms_of_a_layer_are_near_its_dry_run(model, recompute):
@@ -188,6 +202,18 @@ def test_closed_forms_of_a_layer_are_near_its_dry_run(model, recompute):
             for machine, error in machines:
                 near, exact = works_of(replace(asked, machine=machine), layer, error, traces)
                 assert near.filled.saved == pytest.approx(exact.filled.saved, rel=.03)
+
+
+def test_closed_forms_of_a_gpts_ends_are_near_the_dry_run_of_this_librarys_kernels():
+    machine = msgspec.structs.replace(load_machine("dgx-a100"), kernels="own")
+    asked, price = (Training(load_model("llama-3-8b"), 8, 8, 8192, "bfloat16", machine),
+                    collective_price(machine))
+    for scheme, sizes, micro in (("1d", {"x": 1}, 1), ("1d", {"x": 1}, 8),
+                                 ("3d", {"x": 1, "y": 2, "z": 2}, 1)):
+        layer = Layer(scheme, GridShape.from_sizes(sizes), micro, "none", False)
+        near = screened_work(layer, screen_layer(asked, layer), price)
+        exact = traced_work(asked, layer, trace_layer(asked, layer))
+        assert near.ends == pytest.approx(exact.ends, rel=.06)
 
 
 def written(model: ModelFile, folder) -> str:

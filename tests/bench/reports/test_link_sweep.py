@@ -14,7 +14,9 @@ from bench.records.kinds import sweep
 from bench.records.measurements import Check, Measurements, Variable
 from bench.reports.emulation.at_rates import join_rates
 from bench.reports.figures import link_sweep as figures
+from bench.reports.figures.style import LeftOut, NotDrawn
 from bench.reports.page import embed_figures
+from bench.verbs import run as run_verb
 from records import emulated_run, format_record
 
 LINKS = [5e7, 2e8, math.inf]
@@ -144,6 +146,19 @@ def rows_at(*links, scheme="3d", order="zyx", slowed=1.0, **settings):
         run.configuration.update(placement=order, **settings)
         run.environment["emulated_cluster"] = f"4x2:{link}"
         yield run
+
+
+@pytest.mark.parametrize("why, status", [(LeftOut("no results"), 0), (NotDrawn("no room"), 1)])
+def test_a_picture_of_rates_that_cannot_be_drawn_is_a_failure(tmp_path, monkeypatch, capsys, why,
+                                                              status):
+    def fails(*given, **more):
+        raise why
+    monkeypatch.setattr("bench.reports.figures.style.draw_image", fails)
+    for number, run in enumerate(rows_at("unlimited", "50Mbit")):
+        run_file.write_run(run, tmp_path, f"row-{number}")
+    assert run_verb.show_rates(tmp_path, lambda parts: None) == status
+    assert f"not drawn: where-each-is-fastest-strong-p008-emulated: {why}" in (
+        capsys.readouterr().out)
 
 
 def test_rows_at_several_rates_are_joined():

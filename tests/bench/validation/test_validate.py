@@ -260,6 +260,10 @@ def test_a_violation_in_a_merged_file_names_its_run(one, tmp_path):
     sets(f"runs/{name}/environment", ranks=4)(target)
     errors, _ = check_file(target)
     assert errors == [f"{name}: environment/ranks says 4 ranks, the samples are of 2"]
+    with h5py.File(target, "r+") as file:
+        del file["runs"][name]
+    assert check_file(target) == (
+        [f"{target} is no complete merged file: its group runs is empty"], [])
 
 
 def test_what_cannot_be_merged_changes_nothing(measured, one, tmp_path, capsys):

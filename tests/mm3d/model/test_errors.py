@@ -109,15 +109,16 @@ def test_cupy_that_is_not_there(refused, monkeypatch, no_backends):
     ("1d", {"x": 2, "y": 4}, {}, ["directions x", "1 sizes"]),
     ("2d", {"x": 2, "y": 4}, {}, ["square grid, not 2 x 4"]),
     ("1d", {"x": 2}, {"keeep": "both"}, ["no option 'keeep'"]),
+    ("2.5d", {"x": 2, "y": 2, "z": 2}, {"keep": "none"}, ["'2.5d' has no option 'keep'"]),
     ("3d", {"x": 2, "y": 2, "z": 2}, {"keep": "all"}, ["keep='all'", "none, weight, both"]),
     ("1d", {"x": 2}, {"heads": 3}, ["hidden=8", "heads=3"])])
 def test_closed_forms(refused, name, grid, more, words):
-    """Refuse what no model on ranks could be; a row's `keep` may be given for each scheme."""
+    """Refuse what no model on ranks could be; the order of a grid's sizes is the scheme's."""
     sizes = mm3d.ModelSizes(**SIZES | {key: more[key] for key in more if key in SIZES})
     options = {key: value for key, value in more.items() if key not in SIZES}
     refused(lambda: mm3d.cost.words(name, grid, sizes, **options), *words)
     right = {direction: 2 for direction in mm3d.SCHEMES["3d"].directions}
-    assert mm3d.cost.words("2.5d", right, mm3d.ModelSizes(**SIZES), keep="none") == (
+    assert mm3d.cost.words("2.5d", right, mm3d.ModelSizes(**SIZES)) == (
         mm3d.cost.words("2.5d", dict(reversed(right.items())), mm3d.ModelSizes(**SIZES)))
 
 
