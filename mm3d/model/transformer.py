@@ -117,7 +117,7 @@ class Transformer(Trained):
         if stack.architecture.window and not stack.causal:
             raise ValueError(f"window={stack.architecture.window} of positions before one's own: "
                              f"causal=True would do, or window=None")
-        check_experts_given(stack.experts)
+        check_experts_given(stack.experts, stack.layers)
         _check_dtypes(scheme, stack.dtype, stack.master)
         keep = getattr(scheme, "keep", "none")
         if parse_policy(stack.recompute).selective and keep != "none":
