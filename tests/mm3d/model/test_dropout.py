@@ -44,6 +44,20 @@ def test_what_is_no_probability_is_refused(probability):
         trace_step("serial", 1, **SIZES, dropout=probability)
 
 
+def test_masks_are_no_part_of_a_cuda_graph(compiled_cupy):
+    """It would repeat the first ones; of a step that drops nothing it is one."""
+    with Parallelism("serial").on(MPI.COMM_SELF, "cupy") as scheme:
+        model, key = mm3d.Transformer(scheme, **SIZES), MaskKey(3)
+        layer, x = Dropout(model.outer, 20, 0.25, "here", key), model.random("x")
+        key.place = 0, 0
+        for step in (lambda: layer.forward(x), lambda: layer.backward(x, None)):
+            with pytest.raises(RuntimeError, match="repeat the masks of this one step"):
+                scheme.grid.graph(step)
+        key.place = None
+        assert np.array_equal(*map(scheme.grid.backend.to_host, (
+            scheme.grid.graph(lambda: layer.forward(x)[0])(), x)))
+
+
 @pytest.mark.ranks(1, 4, slow=(6, 8))
 def test_every_grid_has_the_same_mask(comm):
     """To the bit: the mask of a layer, unsharded, and of the rows of a micro-batch."""
