@@ -8,7 +8,7 @@ from mpi4py import MPI
 import mm3d
 from llamas import plain_layers
 from mm3d.model.architecture import PLAIN
-from mm3d.model.saved_arrays import saved_arrays
+from mm3d.model.chains import saved_arrays
 from models import (EACH_ONCE, PARALLELISMS, SIZES, SOME, Parallelism, data, differences, serial,
                     train)
 from reference import relative_error
