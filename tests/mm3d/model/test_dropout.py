@@ -7,7 +7,7 @@ import mm3d
 from mm3d.model.dropout import Dropout, DropoutResidual
 from mm3d.model.masks import MaskKey, draw_kept, dropped_of_65536
 from mm3d.tracing.dry_run import trace_step
-from models import PARALLELISMS, SOME, Parallelism
+from models import PARALLELISMS, SOME, Parallelism, policies
 
 SIZES = dict(layers=2, hidden=20, heads=5, batch=6, seq=7)
 OPTIONS = dict(dtype="float64", causal=True, dropout=0.25)
@@ -124,12 +124,9 @@ def test_the_same_bits_with_recomputation_and_in_halves(comm):
                 model = mm3d.Transformer(scheme, **SIZES, **OPTIONS, recompute=recompute)
                 return results(model, passes=("a", "b"), **more)
             expected = found("none")
-            for policy, halves in (("selective", False), ("full", True),
-                                   ("uniform:2+selective", True)):
-                if parallelism.options.get("keep") and "selective" in policy:
-                    continue    # refused
-                assert all(map(np.array_equal, found(policy, halves=halves), expected)), (
-                    str(parallelism), policy, halves)
+            for policy in policies(parallelism, "selective", "full", "uniform:2+selective"):
+                assert all(map(np.array_equal, found(policy, halves=policy != "selective"),
+                               expected)), (str(parallelism), policy)
 
 
 def test_gradients_are_central_differences():
