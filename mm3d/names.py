@@ -1,7 +1,8 @@
 """Find a name among known names, without regard to case, hyphens and underscores."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from typing import Any
 
 
 def plain(name: str) -> str:
@@ -31,9 +32,21 @@ def find_name(name: str, known: Iterable[str], what: str) -> str:
         return name
     found = {plain(one): one for one in known}.get(plain(str(name)))
     if found is None:
-        raise ValueError(f"{what} {name!r} is unknown: choose one of {', '.join(known)}"
-                         f"{suggestion(str(name), known)}")
+        raise ValueError(unknown_name(f"{what} {name!r}", name, known))
     return found
+
+
+def check_name(field: str, value: Any, known: Collection) -> None:
+    """Raise ValueError unless the value of a field is one of the known names."""
+    if value not in known:
+        raise ValueError(unknown_name(f"{field}={value!r}", value, known))
+
+
+def unknown_name(said: str, name: Any, known: Iterable, also: Iterable[str] = ()) -> str:
+    """Return the line that refuses `name`, as `said`; it may suggest one of `also`."""
+    choices = [*map(str, known)]
+    return (f"{said} is unknown: choose one of {', '.join(choices)}"
+            f"{suggestion(str(name), [*choices, *also])}")
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:

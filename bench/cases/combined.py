@@ -10,6 +10,7 @@ import msgspec
 import mm3d
 from bench.errors import UsageError
 from mm3d.config import Config, Division, Model
+from mm3d.names import unknown_name
 from mm3d.schemes import find_scheme
 
 TABLE = "combined"
@@ -141,7 +142,7 @@ def cases_by_name(names: str) -> list[TrainingCase]:
              for one in (replace(row, preset=preset) for preset in ("", *PRESETS))}
     for name in names.split(","):
         if name not in known:
-            raise UsageError(f"row {name!r} is unknown: {', '.join(rows)} would do")
+            raise UsageError(unknown_name(f"row {name!r}", name, rows))
     found = [known[name] for name in dict.fromkeys(names.split(","))]
     if len({one.preset for one in found}) > 1:
         raise UsageError(f"rows {names}: give all of them one preset, or none")

@@ -7,7 +7,7 @@ import mm3d
 from bench.errors import in_short
 from mm3d import launcher
 from mm3d.console import say
-from mm3d.names import find_name, suggestion
+from mm3d.names import find_name, suggestion, unknown_name
 
 PACKAGE = "mm3d[completion]"    # installs what lets shells complete
 
@@ -87,9 +87,8 @@ class Parser(argparse.ArgumentParser):
             if value in self.renamed:
                 raise argparse.ArgumentError(
                     action, f"{value} is called {self.renamed[value]} now")
-            raise argparse.ArgumentError(action, (
-                f"{value!r} is unknown: choose one of {', '.join(action.choices)}"
-                f"{suggestion(value, (*action.choices, *self.also))}"))
+            raise argparse.ArgumentError(action, unknown_name(
+                repr(value), value, action.choices, self.also))
         super()._check_value(action, value)
 
     def _print_message(self, message: str, file: Any = None) -> None:

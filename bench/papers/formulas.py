@@ -13,6 +13,7 @@ from bench.prediction.memory_fit import state_bytes
 from bench.prediction.model_file import load_model
 from mm3d.model import cost
 from mm3d.model.sizes import ModelSizes
+from mm3d.names import check_name
 from mm3d.pretrained.shapes import parameter_shapes
 from mm3d.schemes import find_scheme
 from mm3d.training.schedules import Times, build, clock
@@ -92,8 +93,7 @@ def activation_bytes(policy: str, hidden: int, heads: int, sequence: int, batch:
     whole, divided = 10 + Fraction(24, tensor), Fraction(34, tensor)
     shares = {"none": whole + scores, "sequence": divided + scores, "selective": whole,
               "sequence+selective": divided, "full": Fraction(2)}
-    if policy not in shares:
-        raise ValueError(f"policy {policy!r}: one of {', '.join(shares)} would do")
+    check_name("policy", policy, shares)
     return layers * sequence * batch * hidden * shares[policy]
 
 
@@ -135,8 +135,7 @@ def flops_of_tokens(model: str, tokens: Number) -> Fraction:
 def bubble(schedule: str, measure: str, stages: int, microbatches: int,
            times: Sequence[Number] = (1, 1, 1)) -> Fraction:
     """Time a schedule action by action, and return one of `MEASURES`."""
-    if measure not in MEASURES:
-        raise ValueError(f"measure {measure!r}: one of {', '.join(MEASURES)} would do")
+    check_name("measure", measure, MEASURES)
     found = build(schedule, stages, microbatches)
     return getattr(clock(found, Times.equal(found.stage_count, *times)), measure)
 
@@ -184,8 +183,7 @@ def claimed_bubble(schedule: str, stages: int, times: Sequence[Number]) -> Fract
     whole = backward + weights    # B in print
     found = {"1f1b": forward + whole, "zb-h1": forward + whole - 2 * weights,
              "dualpipe-v": forward + whole + whole - 3 * weights}
-    if schedule not in found:
-        raise ValueError(f"schedule {schedule!r}: one of {', '.join(found)} would do")
+    check_name("schedule", schedule, found)
     return Fraction((stages - 1) * found[schedule])
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from bench.prediction.pipeline_model import ENDS, LAYERS, PipelineModel, build_once
 from mm3d.grid.shape import GridShape
-from mm3d.model.saved_arrays import saved_arrays
+from mm3d.model.chains import saved_arrays
 from mm3d.tracing import dry_run
 from mm3d.tracing.trace import SUMS, Trace
 

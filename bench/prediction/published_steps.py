@@ -24,7 +24,7 @@ from bench.prediction.seconds import TERMS
 from bench.prediction.training_step import TrainingStep, predict_step
 from bench.text_files import read_text
 from mm3d.config import Config, Division, Model
-from mm3d.names import suggestion
+from mm3d.names import check_name, suggestion
 from mm3d.schemes import find_scheme, registry
 
 COLUMNS = {"gpus": "# GPUs", "batch": "global batch", "micro": "micro batch",
@@ -124,8 +124,7 @@ def _read_row(line: int, cells: list[str], heads: dict[str, int]) -> Row:
     for column, known in (("scheme", registry()), ("recompute", ("none", "selective", "full")),
                           ("tied", ("yes", "no")), ("overlap", ("yes", "no")),
                           ("dtype", VARIANT_DTYPES), ("zero", ("0", "1", "2", "3"))):
-        if texts[column] not in known:
-            raise ValueError(f"{column} is {texts[column]!r}: {', '.join(known)} would do")
+        check_name(column, texts[column], known)
     model = Model(**{name: int(values[name]) for name in (
         "layers", "hidden", "heads", "batch", "seq")}, dtype=texts["dtype"],
         vocab=int(_number("vocabulary", texts["vocabulary"])), tied=texts["tied"] == "yes")

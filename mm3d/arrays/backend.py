@@ -56,6 +56,8 @@ class Backend:
         CuPy's binding of NCCL, where the arrays are on a device and NCCL is installed.
     more_dtypes : tuple of dtype
         Floating-point types beside float16, float32 and float64, which every library has.
+    recording : bool
+        Whether a step runs to become a `graph`, which would repeat what the host gives it now.
     between_blocks : callable or None
         Called between blocks of elementwise work, so that collectives in flight make progress.
     """
@@ -66,7 +68,7 @@ class Backend:
     pool: Any
     block = 32768
     host_buffers = True
-    has_device = False
+    has_device = recording = False
     kernels: Any = None
     nccl: Any = None
     between_blocks: Progress = None

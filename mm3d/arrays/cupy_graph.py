@@ -8,7 +8,8 @@ class Graph:
 
     Memory that the step allocates is from a pool of the graph, so that its addresses are never
     given to other arrays; the step's inputs are read and written in place.  The step runs once
-    before it is recorded, to allocate all memory and compile all kernels.
+    before it is recorded, to allocate all memory and compile all kernels; `Backend.recording`
+    tells already then.
 
     Parameters
     ----------
@@ -26,7 +27,7 @@ class Graph:
     def __init__(self, backend: Any, step: Callable[[], Any]) -> None:
         self._backend, self._stream, self._step = backend, backend.stream, step
         before, backend.pool = backend.pool, backend.xp.cuda.MemoryPool()
-        self._pool = backend.pool
+        self._pool, backend.recording = backend.pool, True
         try:
             step()
             backend.synchronize()
@@ -36,7 +37,7 @@ class Graph:
             finally:
                 self._graph = self._stream.end_capture()
         finally:
-            backend.pool = before
+            backend.pool, backend.recording = before, False
 
     def __call__(self) -> Any:
         self._backend.join_stream()    # after what the caller computed on another one

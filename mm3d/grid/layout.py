@@ -59,7 +59,8 @@ class Layout:
     Raises
     ------
     ValueError
-        When a direction appears twice, or '@' is not followed by one direction.
+        When a direction appears twice, '@' is not followed by one direction, or units are no
+        whole numbers of at least 1, each of a dimension that there is.
     """
 
     def __init__(self, spec: str, units: Mapping[int, int] | None = None) -> None:
@@ -68,15 +69,15 @@ class Layout:
         self.dims = tuple(dims.replace("0", "").split(","))
         self.faces = frozenset(re.findall("([a-z])0", dims))    # the first rank holds the block
         self.diagonal = diagonal or None
-        letters = "".join(self.dims) + diagonal
-        if len(set(letters)) != len(letters) or (at and (len(diagonal) != 1 or not self.letters)):
+        self.letters = "".join(self.dims)    # the directions that divide dimensions, in order
+        self.named = self.letters + diagonal    # along all others ranks hold copies
+        if len({*self.named}) < len(self.named) or at and (len(diagonal) != 1 or not self.letters):
             raise ValueError(f"layout {spec!r}: a direction may divide one dimension only, once, "
                              f"and '@' names one direction more, as in 'xy,z' or 'zx@y'")
-
-    @property
-    def letters(self) -> str:
-        """Return the directions that divide dimensions, in order."""
-        return "".join(self.dims)
+        for dim, unit in self.units.items():
+            if dim not in range(len(self.dims)) or unit < 1 or unit % 1:
+                raise ValueError(f"layout {spec!r} with units={self.units}: whole numbers of at "
+                                 f"least 1, for dimensions 0 to {len(self.dims) - 1}, would do")
 
     def __repr__(self) -> str:
         units = f", units={self.units}" if self.units else ""
@@ -84,7 +85,7 @@ class Layout:
 
     def _check(self, sizes: GridShape, shape: tuple[int, ...]) -> None:
         """Raise ValueError unless the grid and an array of `shape` fit the layout."""
-        missing = [c for c in self.letters + (self.diagonal or "") if c not in sizes]
+        missing = [c for c in self.named if c not in sizes]
         if missing:
             raise ValueError(f"layout {self.spec!r} names the direction {missing[0]!r}, which "
                              f"the grid does not have: it has {', '.join(sizes)}")

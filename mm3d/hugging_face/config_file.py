@@ -148,7 +148,7 @@ def model_fields(config: Mapping[str, Any], name: str = "the configuration") -> 
     architecture = Architecture(**found)
     architecture.check()
     experts = _experts(name, given, family.experts) if family.experts else None
-    check_experts_given(experts)
+    check_experts_given(experts, sizes["layers"])
     return sizes | {"tied": given["tie_word_embeddings"], "architecture": architecture,
                     "experts": experts}
 

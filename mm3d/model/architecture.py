@@ -16,6 +16,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from mm3d.arrays.plain_numbers import PlainFields, is_number, is_whole
+from mm3d.names import check_name
 
 INNER_FACTOR = 4    # of the features between the products of a perceptron to the hidden ones
 CHOICES = {"norm": ("layer", "rms"), "positions": ("learned", "rotary"),
@@ -86,9 +87,7 @@ class Architecture(PlainFields):
     def check(self) -> None:
         """Raise ValueError unless each field is possible, naming the first that is not."""
         for name, known in CHOICES.items():
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name}={getattr(self, name)!r} is unknown: choose one of "
-                                 f"{', '.join(known)}")
+            check_name(name, getattr(self, name), known)
         for name in ("kv_heads", "head", "inner", "window"):
             value = getattr(self, name)
             if value is not None and not is_whole(value):

@@ -4,9 +4,10 @@ All policies of `mm3d.model.recomputation` are built with one wrapper, `Recomput
 that save only their input.  It is the same for every scheme and has no state.
 """
 
-from typing import Any, Sequence
+import math
+from typing import Any, Iterator, Sequence
 
-from mm3d.arrays.backend import Array, backend_of
+from mm3d.arrays.backend import Array, backend_of, host_dtype
 from mm3d.model.layers import Layer, Linear
 from mm3d.model.parameters import Parameter
 from mm3d.model.vectors import Vector
@@ -112,3 +113,24 @@ def vectors_of(layer: Layer) -> list[tuple[Parameter, Vector]]:
     """List the vectors that a forward pass gathers, in order, each with its storage."""
     return getattr(layer, "vectors", None) or [
         use for one in getattr(layer, "layers", ()) for use in vectors_of(one)]
+
+
+def saved_arrays(saved: Any) -> Iterator[Array]:
+    """Iterate over all arrays in saved data, each as often as it is there."""
+    if isinstance(saved, (tuple, list)):
+        for item in saved:
+            yield from saved_arrays(item)
+    elif hasattr(saved, "array"):
+        yield saved.array
+    elif hasattr(saved, "arrays"):
+        yield from saved.arrays
+    elif hasattr(saved, "operands"):
+        yield from saved_arrays(saved.operands)
+    elif saved is not None and not isinstance(saved, int):    # the place of masks
+        yield saved
+
+
+def saved_bytes(saved: Any) -> int:
+    """Count the bytes of the arrays in saved data, each array once."""
+    arrays = {id(a): a for a in saved_arrays(saved)}
+    return sum(math.prod(a.shape) * host_dtype(a).itemsize for a in arrays.values())

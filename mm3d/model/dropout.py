@@ -33,6 +33,8 @@ class Dropout:
         Name of the layer in the model; another name has other masks.
     key : MaskKey
         Seed, step and place in the batch; with the place None nothing is dropped.
+
+    While a CUDA graph is recorded, forward and backward raise RuntimeError unless it is None.
     """
 
     parameters: list[Parameter] = []
@@ -59,6 +61,9 @@ class Dropout:
             out[...] = a
             return out
         grid = self.space.grid
+        if grid.backend.recording:
+            raise RuntimeError("a CUDA graph would repeat the masks of this one step, which the "
+                               "host draws: dropout=0 would do, or a step outside of a graph")
         factors = grid.backend.from_host(tuple(a.shape), host_dtype(a), self._draw_factors)
         return namespace(a).multiply(a, factors, out=out)
 

@@ -113,9 +113,8 @@ class Parameter(Shown):
         once, and a checkpoint is written once.
         """
         layout, coords = self.layout, self.grid.coords
-        named = layout.letters + (layout.diagonal or "")
         return self.first_copy and layout.owns_block(self.grid) and not any(
-            coords[letter] for letter in coords if letter not in named)
+            coords[letter] for letter in coords if letter not in layout.named)
 
     @property
     def nbytes(self) -> int:

@@ -14,7 +14,7 @@ from mm3d.grid.axis import TrafficCounts
 from mm3d.grid.grid import Grid
 from mm3d.model.architecture import gather_architecture
 from mm3d.model.builder import Builder
-from mm3d.model.chains import Chain, vectors_of, weighted_products
+from mm3d.model.chains import Chain, saved_bytes, vectors_of, weighted_products
 from mm3d.model.definition import define_transformer
 from mm3d.model.experts.options import check_experts_given
 from mm3d.model.experts.shared import ExpertRanks, Routings
@@ -24,7 +24,6 @@ from mm3d.model.joined_vectors import join_vectors
 from mm3d.model.masks import MaskKey
 from mm3d.model.parameters import Parameter, Trained
 from mm3d.model.recomputation import parse_policy
-from mm3d.model.saved_arrays import saved_bytes
 from mm3d.model.stack import Stack
 from mm3d.model.transformer_layers import transformer_layers
 from mm3d.schemes.overlap import Overlap
@@ -117,7 +116,7 @@ class Transformer(Trained):
         if stack.architecture.window and not stack.causal:
             raise ValueError(f"window={stack.architecture.window} of positions before one's own: "
                              f"causal=True would do, or window=None")
-        check_experts_given(stack.experts)
+        check_experts_given(stack.experts, stack.layers)
         _check_dtypes(scheme, stack.dtype, stack.master)
         keep = getattr(scheme, "keep", "none")
         if parse_policy(stack.recompute).selective and keep != "none":

@@ -55,8 +55,8 @@ class Vector:
         self.root = None if self.line is None else self.layout.diagonal_rank(grid)
         extra = self.layout.letters[len(space.features):]
         self.sub = [self.layout.split(grid, self.shape, letter) for letter in extra]
-        held = self.layout.letters + (self.layout.diagonal or "")
-        self.copies = [grid[c] for c in divided_directions(space.rows) if c not in held]
+        self.copies = [grid[c] for c in divided_directions(space.rows)
+                       if c not in self.layout.named]
         coords = dict(grid.coords)
         if self.line is not None:
             coords[self.line.name] = self.root

@@ -83,7 +83,7 @@ def trace(build: Callable[[DryCommunicator, DryBackend], Any], ranks: int, rank:
             model.rehearse()
         else:
             step(model, found)
-        found.begin_phase("done")
+        found.finish()
     return found
 
 

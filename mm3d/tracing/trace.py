@@ -94,6 +94,11 @@ class Trace(Observer):
         self._model = model
         model.reset_traffic()
 
+    def finish(self) -> None:
+        """Count the traffic up to here, and let the model go: traces are kept, without models."""
+        self.begin_phase("done")
+        self._model = None
+
     @property
     def phases(self) -> tuple[str, ...]:
         """Return the passes of the step: forward, and backward or its halves, or both."""

@@ -128,8 +128,7 @@ class Optimizer(PlainNumbers, ABC):
             While a CUDA graph is recorded: it would repeat the numbers of this one step.
         """
         for t in self.model.trained[:1]:
-            stream = getattr(backend_of(t.master), "stream", None)
-            if stream is not None and stream.is_capturing():
+            if backend_of(t.master).recording:
                 raise RuntimeError("a CUDA graph would repeat the learning rate and the count of "
                                    "this step: record forward and backward alone")
         factor = self._gradient_factor()

@@ -20,6 +20,7 @@ from mm3d.model.parameters import Parameter, Trained
 from mm3d.model.stack import Stack, make_of_fields
 from mm3d.model.transformer import Transformer
 from mm3d.model.transformer_layers import transformer_layers
+from mm3d.names import check_name
 from mm3d.training.batches import divide_layers, divide_rows
 from mm3d.training.data_parallel import DataParallel, check_in_flight, check_zero
 from mm3d.training.expert_parallel import check_experts, expert_ranks
@@ -292,8 +293,7 @@ def make_context(axis: Axis | None, stack: Stack, way: str) -> Context | None:
 def check_context(ranks: int, stack: Stack, way: str) -> None:
     """Raise ValueError unless there are such a way, a position for each rank, and no experts."""
     ways = Division.__dataclass_fields__["context_way"].metadata["choices"]
-    if way not in ways:
-        raise ValueError(f"context_way={way!r} is unknown: choose one of {', '.join(ways)}")
+    check_name("context_way", way, ways)
     if stack.seq < ranks:
         raise ValueError(f"seq={stack.seq} positions cannot be divided by context={ranks}: at "
                          f"least {ranks} positions would do")

@@ -32,7 +32,7 @@ BELOW = {"mm3d": set(), "bench": {"mm3d"}, "jobs": {"bench", "mm3d"}}
 # Rooms that see less than what lies below them.
 NARROWER = {
     "mm3d.schemes": {"mm3d.grid", "mm3d.arrays", "mm3d.launcher", "mm3d.names"},
-    "mm3d.model": {"mm3d.schemes", "mm3d.grid", "mm3d.arrays"},
+    "mm3d.model": {"mm3d.schemes", "mm3d.grid", "mm3d.arrays", "mm3d.names"},
     "bench.records": {"bench.agreement", "bench.cases", "bench.errors", "bench.document",
                       "mm3d.console",
                       # whose parsers read the texts of a record

@@ -307,9 +307,6 @@ class Stream:
         assert self is Stream.computing
         Graph.begin()
 
-    def is_capturing(self) -> bool:
-        return self is Stream.computing and Graph.captured is not None
-
     def end_capture(self) -> Graph:
         return Graph()
 

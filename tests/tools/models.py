@@ -6,7 +6,7 @@ parallelisms are compared with.
 """
 import functools
 from contextlib import contextmanager
-from typing import Any, Iterator, NamedTuple
+from typing import Any, Callable, Iterator, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
@@ -62,8 +62,16 @@ SIZES = {    # the last two fit no grid of several ranks evenly
     "even": dict(layers=1, hidden=16, heads=8, batch=8, seq=8),
     "uneven": dict(layers=1, hidden=20, heads=5, batch=3, seq=7),
     "few": dict(layers=2, hidden=21, heads=3, batch=5, seq=2)}    # fewer heads than ranks
+# Three layers are a group of two and one of one.
+MODELS = {"even": SIZES["even"] | {"layers": 2}, "uneven": SIZES["uneven"] | {"layers": 3}}
 
 Arrays = dict[str, np.ndarray]
+
+
+def policies(parallelism: Parallelism, *names: str) -> list[str]:
+    """The policies of recomputation among `names` that go with what the scheme keeps."""
+    return [name for name in names
+            if not (parallelism.options.get("keep") and "selective" in name)]
 
 
 def shapes(layers: int, hidden: int) -> dict[str, tuple[int, ...]]:
@@ -144,6 +152,22 @@ def differences(model: mm3d.Transformer, results: Arrays, expected: Arrays,
         if a.shape != b.shape or not error <= (forward if name == "y" else backward):
             wrong.append(f"{name}: {error:.1e}")
     return sorted(wrong)
+
+
+def wrong_slopes(gradients: Arrays, dy: np.ndarray, output: Callable, x: np.ndarray,
+                 state: Arrays) -> list[str]:
+    """Names of the gradients of ``sum(dy * output(x, state))`` in the input ("dx") and in all of
+    `state` that are not its central difference along a random direction."""
+    rng, h, wrong = np.random.default_rng(3), 1e-5, []
+    for name, a in {"dx": x, **state}.items():
+        v = rng.standard_normal(a.shape)
+        v /= np.linalg.norm(v)
+        up, down = (np.vdot(dy, output(x + t * v, state) if name == "dx" else
+                            output(x, state | {name: a + t * v})) for t in (h, -h))
+        error = abs((up - down) / (2 * h) - np.vdot(gradients[name], v))
+        if not error <= 1e-6 * np.linalg.norm(gradients[name]):
+            wrong.append(f"{name}: {error:.1e}")
+    return wrong
 
 
 def passes(model: mm3d.Transformer, order: str) -> Arrays:

@@ -5,6 +5,7 @@ import io
 import math
 
 from bench.prediction.calibration.fit import Shape
+from mm3d.names import find_name
 
 # Columns that state a product's time: seconds of a unit, or operations a second of one.
 SECONDS = {"seconds": 1.0, "ms": 1e-3, "us": 1e-6}
@@ -78,9 +79,7 @@ def read_rows(text: str) -> list[list[str]]:
 
 def _product(row: dict[str, str], told: str) -> tuple[str, Shape, float]:
     """Return dtype, shape and seconds of a row; ValueError says what is wrong."""
-    dtype = DTYPES.get(row["dtype"].strip().lower())
-    if dtype is None:
-        raise ValueError(f"dtype {row['dtype']!r}: {', '.join(DTYPES)} would do")
+    dtype = DTYPES[find_name(row["dtype"], DTYPES, "dtype")]
     try:
         shape, value = tuple(int(row[name]) for name in "mnk"), float(row[told])
     except ValueError:

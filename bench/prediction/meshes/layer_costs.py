@@ -16,7 +16,7 @@ import numpy as np
 
 from mm3d.grid.shape import GridShape
 from mm3d.model import cost
-from mm3d.model.saved_arrays import saved_arrays
+from mm3d.model.chains import saved_arrays
 from mm3d.model.sizes import ModelSizes
 from mm3d.schemes import find_scheme, registry
 from mm3d.schemes.creation import scheme as make_scheme

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from mm3d.arrays.plain_numbers import PlainFields, check_types, check_whole, is_number
+from mm3d.names import check_name
 
 GATES = "switch", "mixtral", "gshard", "sigmoid-bias"
 ORDERS = "position", "choice"
@@ -170,10 +171,10 @@ class ExpertOptions(PlainFields):
         if self.top > self.count:
             raise ValueError(f"top={self.top} experts cannot be chosen among count={self.count}: "
                              f"top={self.count} at most would do")
-        _check_name("gate", self.gate, GATES)
-        _check_name("convention", self.convention, CONVENTIONS)
+        check_name("gate", self.gate, GATES)
+        check_name("convention", self.convention, CONVENTIONS)
         if self.order is not None:
-            _check_name("order", self.order, ORDERS)
+            check_name("order", self.order, ORDERS)
         for name in ("balance", "z", "bias_rate"):
             value = getattr(self, name)
             if not is_number(value) or not 0 <= value < math.inf:
@@ -221,9 +222,3 @@ def check_experts_given(experts: Any, layers: Any = None) -> None:
     if isinstance(layers, int) and 1 <= layers < experts.every:
         raise ValueError(f"experts in one of every={experts.every} layers are in none of "
                          f"layers={layers}: every=1 would do")
-
-
-def _check_name(name: str, value: Any, known: tuple[str, ...]) -> None:
-    """Raise ValueError unless the value is one of the known names."""
-    if value not in known:
-        raise ValueError(f"{name}={value!r} is unknown: choose one of {', '.join(known)}")

@@ -164,7 +164,7 @@ def test_optional_columns_say_what_a_row_is(tmp_path):
     rows, problems = read_rows(written(
         tmp_path, GOOD[1] + ",1000,1d-sp,none,2,no", GOOD[1] + ",,,,,",
         GOOD[1] + ",1,4d,none,1,no", head=HEAD + names))
-    assert len(problems) == 1 and problems[0].startswith("line 4: scheme is '4d': ")
+    assert len(problems) == 1 and problems[0].startswith("line 4: scheme='4d' is unknown")
     model, plain = (PipelineModel.of(row.config) for row in rows)
     assert (model.vocab, model.scheme, model.tied, model.named) == (
         1000, "1d-sp", False, "interleaved:2")
@@ -186,14 +186,14 @@ def test_a_type_without_a_rate_leaves_out_its_row_alone(tmp_path, capsys):
     said = " ".join(capsys.readouterr().out.split())
     assert ("line 2: machine v100-edr has no rate for bfloat16: it has float16, float32, float64"
             in said)
-    assert "line 4: dtype is 'int4': float32, float64, float16, bfloat16 would do" in said
+    assert "line 4: dtype='int4' is unknown: choose one of float32, float64, float16, b" in said
     assert "1 row: mean error" in said
 
 
 def test_zero_divides_the_optimizer_of_a_row(tmp_path):
     rows, problems = read_rows(written(tmp_path, GOOD[0] + ",", GOOD[0] + ",1", GOOD[0] + ",4",
                                        head=HEAD + ",zero"))
-    assert problems == ["line 4: zero is '4': 0, 1, 2, 3 would do"]
+    assert problems == ["line 4: zero='4' is unknown: choose one of 0, 1, 2, 3"]
     plain, divided = (one.step.shares["optimizer"] for one in predict_rows(rows, A100)[0])
     assert divided == pytest.approx(plain / 4)
 

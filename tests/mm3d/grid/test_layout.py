@@ -148,6 +148,12 @@ def test_a_direction_twice_or_a_bad_diagonal_is_refused(spec):
         mm3d.Layout(spec)
 
 
+@pytest.mark.parametrize("units", [{2: 3}, {-1: 3}, {0: 0}, {1: -4}, {0: 2, 1: 1.5}])
+def test_units_that_divide_nothing_are_refused(units):
+    with pytest.raises(ValueError, match="of at least 1, for dimensions 0 to 1, would do$"):
+        mm3d.Layout("xy,z", units)
+
+
 @pytest.mark.parametrize("spec, shape, message", [
     ("xw,z", (4, 4), "names the direction 'w', which the grid does not have: it has x, y, z"),
     ("z@w", (4,), "names the direction 'w'"),

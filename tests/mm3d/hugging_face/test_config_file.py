@@ -118,6 +118,11 @@ def test_numbers_that_are_none(change, said):
         model_fields(MIXTRAL | {"output_router_logits": True} | change)
 
 
+def test_experts_that_no_layer_has():
+    with pytest.raises(ValueError, match="every=2 layers are in none of layers=1"):
+        model_fields(QWEN2_MOE | {"num_hidden_layers": 1, "sliding_window": None})
+
+
 def test_files_that_are_no_configuration(tmp_path):
     for path in (tmp_path, tmp_path / "none"):
         with pytest.raises(FileNotFoundError, match=f"^{path}.* is not there: give a config.json"):

@@ -7,7 +7,7 @@ import mm3d
 from mm3d.model.dropout import Dropout, DropoutResidual
 from mm3d.model.masks import MaskKey, draw_kept, dropped_of_65536
 from mm3d.tracing.dry_run import trace_step
-from models import PARALLELISMS, SOME, Parallelism
+from models import PARALLELISMS, SOME, Parallelism, policies
 
 SIZES = dict(layers=2, hidden=20, heads=5, batch=6, seq=7)
 OPTIONS = dict(dtype="float64", causal=True, dropout=0.25)
@@ -42,6 +42,20 @@ def test_masks_differ_by_seed_step_and_layer_and_drop_the_right_share():
 def test_what_is_no_probability_is_refused(probability):
     with pytest.raises(ValueError, match=r"below 1 - 2\^-16 would do"):
         trace_step("serial", 1, **SIZES, dropout=probability)
+
+
+def test_masks_are_no_part_of_a_cuda_graph(compiled_cupy):
+    """It would repeat the first ones; of a step that drops nothing it is one."""
+    with Parallelism("serial").on(MPI.COMM_SELF, "cupy") as scheme:
+        model, key = mm3d.Transformer(scheme, **SIZES), MaskKey(3)
+        layer, x = Dropout(model.outer, 20, 0.25, "here", key), model.random("x")
+        key.place = 0, 0
+        for step in (lambda: layer.forward(x), lambda: layer.backward(x, None)):
+            with pytest.raises(RuntimeError, match="repeat the masks of this one step"):
+                scheme.grid.graph(step)
+        key.place = None
+        assert np.array_equal(*map(scheme.grid.backend.to_host, (
+            scheme.grid.graph(lambda: layer.forward(x)[0])(), x)))
 
 
 @pytest.mark.ranks(1, 4, slow=(6, 8))
@@ -110,12 +124,9 @@ def test_the_same_bits_with_recomputation_and_in_halves(comm):
                 model = mm3d.Transformer(scheme, **SIZES, **OPTIONS, recompute=recompute)
                 return results(model, passes=("a", "b"), **more)
             expected = found("none")
-            for policy, halves in (("selective", False), ("full", True),
-                                   ("uniform:2+selective", True)):
-                if parallelism.options.get("keep") and "selective" in policy:
-                    continue    # refused
-                assert all(map(np.array_equal, found(policy, halves=halves), expected)), (
-                    str(parallelism), policy, halves)
+            for policy in policies(parallelism, "selective", "full", "uniform:2+selective"):
+                assert all(map(np.array_equal, found(policy, halves=policy != "selective"),
+                               expected)), (str(parallelism), policy)
 
 
 def test_gradients_are_central_differences():

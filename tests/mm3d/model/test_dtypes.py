@@ -8,7 +8,7 @@ from mm3d.arrays import backend
 from mm3d.arrays.numpy_backend import NumpyBackend
 from mm3d.grid.axis import COLLECTIVES
 from mm3d.grid.split import Split
-from mm3d.model.saved_arrays import saved_arrays
+from mm3d.model.chains import saved_arrays
 from models import SIZES, SOME
 from reference import on_grid
 from used_backends import use_only

@@ -16,20 +16,11 @@ from mm3d.tracing import dry_run
 from mm3d.tracing.events import Boundary
 from mm3d.tracing.observe import observed
 from mm3d.tracing.trace import Trace
-from models import PARALLELISMS, SIZES, SOME, Parallelism, different, passes
-
-# Three layers are a group of two and one of one.
-MODELS = {"even": {**SIZES["even"], "layers": 2}, "uneven": {**SIZES["uneven"], "layers": 3}}
+from models import MODELS, PARALLELISMS, SIZES, SOME, Parallelism, different, passes, policies
 
 
 def is_weight(p) -> bool:
     return p.name.endswith("weight") and len(p.shape) > 1
-
-
-def policies(parallelism, *names: str) -> list[str]:
-    """Those that go with what the scheme keeps."""
-    return [name for name in names
-            if not (parallelism.options.get("keep") and "selective" in name)]
 
 
 @pytest.mark.ranks(1, slow=(8,))

@@ -16,21 +16,14 @@ from mm3d.schemes.serial import SerialProduct
 from mm3d.tracing import dry_run
 from mm3d.tracing.observe import observed
 from mm3d.tracing.trace import Trace
-from models import SIZES, SOME, Parallelism, different, passes
+from models import MODELS, SOME, Parallelism, different, passes, policies
 from reference import total
 
 SOME_AGAIN = ("selective", "uniform:2", "full+selective")
-# Three layers are a group of two and one of one.
-MODELS = {"even": {**SIZES["even"], "layers": 2}, "uneven": {**SIZES["uneven"], "layers": 3}}
 EXAMPLES = {1: SOME[1],
             4: [*SOME[4], Parallelism("3d", (1, 2, 2), {"keep": "both"}),
                 Parallelism("3d", (2, 2, 1), {"rows": "positions"})],
             8: [*SOME[8], Parallelism("3d", (2, 2, 2), {"keep": "weight"})]}
-
-
-def allowed(parallelism, name: str) -> bool:
-    """Whether the policy goes with what the scheme keeps."""
-    return not (parse_policy(name).selective and parallelism.options.get("keep"))
 
 
 @pytest.mark.ranks(1, 4, slow=(8,), first=(4,))
@@ -44,8 +37,7 @@ def test_the_same_bits_as_without(comm, transport):
             def found(name):
                 model = mm3d.Transformer(scheme, **MODELS[sizes], **options, recompute=name)
                 return passes(model, "Fa Fb Da Db")
-            expected, names = found("none"), [
-                name for name in SOME_AGAIN if allowed(parallelism, name)]
+            expected, names = found("none"), policies(parallelism, *SOME_AGAIN)
             turn = EXAMPLES[comm.size].index(parallelism) % len(names)
             for name in names if comm.size == 1 else names[turn:turn + 1]:
                 assert not different(found(name), expected), (str(parallelism), name)
@@ -78,7 +70,7 @@ def test_words_operations_and_what_is_kept_are_the_closed_forms(comm):
     """Summed over the ranks, by direction and kind of collective, forward and backward."""
     size = MODELS["uneven"]
     for parallelism in EXAMPLES[comm.size]:
-        for name in filter(lambda name: allowed(parallelism, name), SOME_AGAIN):
+        for name in policies(parallelism, *SOME_AGAIN):
             with parallelism.on(comm, "numpy") as scheme:
                 model, trace = mm3d.Transformer(scheme, **size, recompute=name), Trace()
                 shape, grid = tuple(scheme.grid.shape.values()), scheme.grid

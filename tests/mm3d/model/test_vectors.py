@@ -90,8 +90,8 @@ def check_owners(comm, side, shape, unit):
     """The ranks together store the vector once, P times where it is replicated, and once in each
     layer of 2.5-D."""
     vector, grid = Vector(side.space, shape, unit), side.space.grid
-    held = vector.layout.letters + (vector.layout.diagonal or "")
-    copies = math.prod(size for name, size in grid.shape.items() if name not in held)
+    copies = math.prod(size for name, size in grid.shape.items()
+                       if name not in vector.layout.named)
     numbers = np.arange(np.prod(shape)).reshape(shape)
     stored = np.concatenate(comm.allgather(vector.layout.shard(numbers, grid).ravel()))
     assert sorted(stored) == sorted(list(numbers.ravel()) * copies), side.where

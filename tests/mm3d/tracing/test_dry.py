@@ -2,6 +2,7 @@
 import gc
 import math
 import tracemalloc
+import weakref
 from collections import Counter
 from itertools import cycle
 from types import SimpleNamespace
@@ -260,3 +261,16 @@ def test_overlap_is_dry_as_it_is_real(grid, keep, recompute, monkeypatch):
         assert dry == begun and bool(begun) == overlap
         peaks.append(trace.pool_peak)
     assert peaks[0] < peaks[1] or grid[0] == 1
+
+
+def test_a_trace_outlives_its_model():
+    """A plan keeps hundreds of traces, and no model."""
+    models = []
+
+    def build(comm, backend):
+        scheme = mm3d.scheme("3d", comm, backend=backend)
+        models.append(weakref.ref(model := mm3d.Transformer(scheme, **SIZES["even"])))
+        return model
+    trace = dry_run.trace(build, 8, step=dry_run.step_of_chunks)
+    gc.collect()
+    assert trace.saved and models[0]() is None

@@ -269,7 +269,7 @@ def test_entropy_of_utilisation():
     (dict(count=4, top=1.5), "top=1.5 should be a whole number"),
     (dict(count=4, every=0), "every=0 should"),
     (dict(count=4, gate="top"), "gate='top' is unknown: choose one of switch, mixtral"),
-    (dict(count=4, convention="x"), "convention='x' is unknown: choose one of mm3d, megatron"),
+    (dict(count=4, convention="megatorn"), "huggingface; did you mean megatron?"),
     (dict(count=4, order="x"), "order='x' is unknown"),
     (dict(count=4, balance=-1), "balance=-1 should be a number of at least 0"),
     (dict(count=4, z=float("nan")), "z=nan should"),
