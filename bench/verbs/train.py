@@ -268,7 +268,7 @@ def finish(arguments: argparse.Namespace, training: Training, course: Course, ou
         status = report_failure(name, problem, comm)
     else:
         status = publish(found, out, name, comm, showing(arguments.show)) or status
-        draw(found, arguments.pictures, name, comm)
+        status = draw(found, arguments.pictures, name, comm) or status
     if lost := trainer.lost_loss(training, outcome):
         status = report_failure(name, lost, comm)
     elif arguments.sample:
@@ -316,15 +316,15 @@ def compare(arguments: argparse.Namespace, plan: Plan, text: Text, out: Path, co
             say()
         return report_failure(name, problem, comm)
     status = publish(found, out, name, comm, showing(arguments.show))
-    draw(found, arguments.pictures, name, comm)
-    return status
+    return draw(found, arguments.pictures, name, comm) or status
 
 
-def draw(found: Measurements | None, folder: str | None, name: str, comm) -> None:
-    """Draw the picture of a record on rank 0, if there is a folder of pictures."""
+def draw(found: Measurements | None, folder: str | None, name: str, comm) -> int:
+    """Draw the picture of a record on rank 0, if there is a folder; 1 if it cannot be, else 0."""
+    status = 0
     if folder and comm.rank == 0:
         from bench.reports.figures import training
         picture = (training.training_picture if found.kind == record.KIND
                    else training.meshes_picture)
-        style.draw_pictures([partial(picture, Path(folder) / f"{name}.png", found)])
-    comm.Barrier()
+        status = style.draw_pictures([partial(picture, Path(folder) / f"{name}.png", found)])
+    return comm.bcast(status)

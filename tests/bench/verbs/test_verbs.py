@@ -231,12 +231,14 @@ def test_ranks_with_different_words_are_all_refused(comm, monkeypatch, capfd):
     refuse_different_words()    # which by default is NumPy
 
 
-def test_a_picture_that_is_not_drawn_is_told_by_the_status(monkeypatch, tmp_path):
-    words = ("measure pipeline --stages 1 --work wait --unit 1us --schedule gpipe --layers 1 "
-             "--microbatches 1 --repetitions 1 --max-repetitions 1").split()
+@pytest.mark.parametrize("words", [
+    "measure pipeline --stages 1 --work wait --unit 1us --schedule gpipe --layers 1 "
+    "--microbatches 1 --repetitions 1 --max-repetitions 1",
+    "train --layers 1 --hidden 8 --heads 1 --batch 1 --seq 8 --steps 1 --checkpoints none"])
+def test_a_picture_that_is_not_drawn_is_told_by_the_status(words, monkeypatch, tmp_path):
     for status in (0, 1):
-        monkeypatch.setattr("bench.verbs.measure.pipeline.draw", lambda *given: status)
-        assert main([*words, "--pictures", str(tmp_path),
+        monkeypatch.setattr("bench.reports.figures.style.draw_pictures", lambda draws: status)
+        assert main([*words.split(), "--pictures", str(tmp_path),
                      "--out", str(tmp_path / str(status))]) == status
 
 
