@@ -186,6 +186,8 @@ WRONG = [("mesure", "did you mean measure?"), ("measure gem", "did you mean gemm
           "at most 2 repetitions: must be at least the 5 that are asked for"),
          *((f"plan {mode} --hide-sums", "--hide-sums: ") for mode in (
              "--rules", "--map 8 --model gpt2 --batch 8", "--contexts 2 --model gpt2")),
+         ("measure meshes combined:dense-16-1,combined:dense-8-1",
+          "is for 1 rank: mpirun -n 8 or 16 would do"),
          ("predict --matmul 8 --zero 1", "--zero would do nothing here"),
          ("measure gpu --part gemm --graph", "--graph would do nothing here: it is of --part"),
          ("plan --rules --expert-top 3", "--expert-top 3: the rules of --rules overview say it"),
