@@ -48,16 +48,13 @@ def add_backend(parser: argparse.ArgumentParser) -> None:
                         help="array library: numpy or cupy (default MM3D_BACKEND, or numpy)")
 
 
-def add_limits(parser: argparse.ArgumentParser, said: Callable[[str], str],
-               **defaults: float) -> None:
+def add_limits(parser: argparse.ArgumentParser, said: Callable[[str], str]) -> None:
     """Add the options that limit repetitions, for `limits_of`.
 
     Parameters
     ----------
     said : callable
         Returns, for a name of `LIMITS`, the text of the help on its default.
-    **defaults
-        Default values of options that are not to be given to `limits_of`.
     """
     for name, kind, letter, about in (
             ("repetitions", whole(1), "N", "repeat at least this often"),
@@ -65,7 +62,7 @@ def add_limits(parser: argparse.ArgumentParser, said: Callable[[str], str],
             ("max_seconds", number(above=True, most=MOST_SECONDS), "SECONDS",
              "begin no repetition beyond --repetitions after this time")):
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=letter,
-                            default=defaults.get(name), help=f"{about} (default{said(name)})")
+                            help=f"{about} (default{said(name)})")
     parser.add_argument("--width", type=number(above=True), default=0.05, metavar="FRACTION",
                         help="repeat until the 95 %% confidence intervals are no wider than this "
                              "fraction of the medians (default 0.05)")
@@ -73,10 +70,11 @@ def add_limits(parser: argparse.ArgumentParser, said: Callable[[str], str],
 
 def add_repetitions(parser: argparse.ArgumentParser, repetitions: int, seconds: float) -> None:
     """Add the options of a microbenchmark: its repetitions, the seed and ``--stall``."""
-    said = {"repetitions": str(repetitions), "max_seconds": f"{seconds:g}",
-            "max_repetitions": f"{MOST_REPETITIONS}, or --repetitions if greater"}
-    add_limits(parser, lambda name: f" {said[name]}", repetitions=repetitions,
-               max_seconds=seconds)
+    said = {"repetitions": f"{repetitions}, or --max-repetitions if less",
+            "max_repetitions": f"{MOST_REPETITIONS}, or --repetitions if greater",
+            "max_seconds": f"{seconds:g}"}
+    add_limits(parser, lambda name: f" {said[name]}")
+    parser.set_defaults(limits=Limits(repetitions, max(repetitions, MOST_REPETITIONS), seconds))
     add_seed(parser)
     add_stall(parser)
 
@@ -95,18 +93,22 @@ def add_measurement(parser: argparse.ArgumentParser, repetitions: int, seconds: 
     add_repetitions(parser, repetitions, seconds)
 
 
-def limits_of(arguments: argparse.Namespace,
-              defaults: object = Limits(1, MOST_REPETITIONS)) -> Limits:
+def limits_of(arguments: argparse.Namespace, defaults: object = None) -> Limits:
     """Return when to stop repeating, as the options of `add_limits`, else `defaults`, say.
+
+    Without `defaults` they are those of `add_repetitions`. Of least and most, one that is given
+    alone moves the other's default.
 
     Raises
     ------
     UsageError
         When at most fewer repetitions are asked for than at least.
     """
-    chosen = {name: given(arguments, name, defaults) for name in LIMITS}
+    chosen = {name: given(arguments, name, defaults or arguments.limits) for name in LIMITS}
     if arguments.max_repetitions is None:
         chosen["max_repetitions"] = max(chosen["max_repetitions"], chosen["repetitions"])
+    elif arguments.repetitions is None:
+        chosen["repetitions"] = min(chosen["max_repetitions"], chosen["repetitions"])
     with as_usage_error():
         return Limits(**chosen, width=arguments.width)
 

@@ -192,16 +192,16 @@ def verified_notes(runs: Sequence[Run]) -> list[str]:
     own = [check.share for _, _, found in apart for check in found]
     looked = sum(bool(found) for _, _, found in apart)
     if smaller:
-        notes.append(f"In {len(smaller)} rows that was a smaller model of the same scheme and "
-                     f"grid, because a serial model of the measured size does not fit.")
+        notes.append(f"In {counted(len(smaller), 'row')} that was a smaller model of the same "
+                     f"scheme and grid, because a serial model of the measured size does not fit.")
     if looked:
-        notes.append(f"In {looked} rows the measured model itself was checked by the residuals of "
-                     f"one step, layer by layer: products and their gradients by random vectors, "
-                     f"the rest in samples beside float64; the largest is {max(own):.1g} of its "
-                     f"tolerance.")
+        notes.append(f"In {counted(looked, 'row')} the measured model itself was checked by the "
+                     f"residuals of one step, layer by layer: products and their gradients by "
+                     f"random vectors, the rest in samples beside float64; the largest is "
+                     f"{max(own):.1g} of its tolerance.")
     if len(smaller) > looked:
-        notes.append(f"NOT VERIFIED AT ITS SIZE: in {len(smaller) - looked} rows the measured "
-                     f"model itself was not checked.")
+        notes.append(f"NOT VERIFIED AT ITS SIZE: in {counted(len(smaller) - looked, 'row')} the "
+                     f"measured model itself was not checked.")
     return notes
 
 

@@ -18,7 +18,7 @@ from bench.instruments import step_seconds
 from bench.records import merged, schema
 from bench.records.measurements import Check, Measurements
 from bench.records.model_run import Run
-from bench.records.notes import split_checks
+from bench.records.notes import counted, split_checks
 from bench.records.run_file import DAMAGE, FORMAT, UNLIKE, open_file, parse_run
 from bench.records.schema import UNKNOWN
 from bench.validation import private_text
@@ -148,7 +148,7 @@ def list_warnings(run: Measurements) -> Iterator[str]:
     # Of cases with different numbers the largest counts; some have no such dimension.
     count = len(run.scales["repetition"]) if "repetition" in run.scales else math.inf
     if count < 6:
-        yield f"{count} repetitions give no 95 % interval: at least six do"
+        yield f"no 95 % interval of {counted(count, 'repetition')}: at least six would do"
     if not isinstance(run, Run):
         return
     for phase in PHASES if count > 5 else ():

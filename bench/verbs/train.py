@@ -320,8 +320,7 @@ def compare(arguments: argparse.Namespace, plan: Plan, text: Text, out: Path, co
 
 
 def draw(found: Measurements | None, folder: str | None, name: str, comm) -> int:
-    """Draw the picture of a record on rank 0, if there is a folder of pictures; 1 if it cannot.
-    """
+    """Draw the picture of a record on rank 0, if there is a folder; 1 if it cannot be, else 0."""
     status = 0
     if folder and comm.rank == 0:
         from bench.reports.figures import training

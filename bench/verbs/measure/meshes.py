@@ -56,9 +56,12 @@ def run(arguments: argparse.Namespace, comm: Any) -> int:
     UsageError
         When a name is unknown, no row has that many ranks, or options contradict each other.
     """
-    cases = [one for one in cases_by_name(arguments.names) if one.ranks == comm.size]
+    named = cases_by_name(arguments.names)
+    cases = [one for one in named if one.ranks == comm.size]
     if not cases:
-        raise UsageError(f"no row of {arguments.names} is for {comm.size} ranks")
+        raise UsageError(f"no row of {arguments.names} is for {comm.size} rank"
+                         f"{'s' * (comm.size > 1)}: mpirun -n "
+                         f"{' or '.join(map(str, sorted({one.ranks for one in named})))} would do")
     settings = (computing_settings if cases[0].preset else read_settings)(arguments, comm)
     out, statuses = claim_folder(arguments.out, comm), []
     for one in shuffle_cases(cases, settings.order):

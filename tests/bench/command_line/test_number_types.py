@@ -7,7 +7,10 @@ from numbers import Number
 import pytest
 
 from bench.__main__ import parser
+from bench.cases.paper import load_tables
+from bench.command_line.measuring import limits_of
 from bench.command_line.number_types import fraction, fractions, number, whole
+from bench.errors import UsageError
 from jobs.__main__ import parser as jobs_parser
 from refused import parsers_of
 
@@ -70,3 +73,18 @@ def test_what_is_refused(kind, text, said):
     with pytest.raises(argparse.ArgumentTypeError) as caught:
         kind(text)
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("words, least, most", [
+    ([], (7, 2), (30, 20)), (["--max-repetitions=1"], (1, 1), (1, 1)),
+    (["--max-repetitions=9"], (7, 2), (9, 9)), (["--repetitions=40"], (40, 40), (40, 40))])
+def test_one_limit_of_repetitions_alone_moves_the_default_of_the_other(words, least, most):
+    """Those of a microbenchmark, and of the rows of a preset."""
+    found = [limits_of(parser().parse_args([*verb.split(), *words]), defaults)
+             for verb, defaults in (("measure gemm", None),
+                                    ("run --preset tiny", load_tables().presets["tiny"]))]
+    assert tuple(one.repetitions for one in found) == least
+    assert tuple(one.max_repetitions for one in found) == most
+    with pytest.raises(UsageError, match="must be at least the 5 that are asked for"):
+        limits_of(parser().parse_args(
+            ["measure", "gemm", "--repetitions=5", "--max-repetitions=2"]))

@@ -11,9 +11,9 @@ from bench.cases.selection import equal_token_rows, rows_by_name, select_rows
 from bench.errors import StoreError, UsageError
 from bench.records import run_file
 from bench.records.folder import read_folder
-from bench.records.measurements import Group, Variable
+from bench.records.measurements import Check, Group, Variable
 from bench.reports import merit_rows
-from bench.reports.paper_tables import measured_notes, words_agree
+from bench.reports.paper_tables import measured_notes, verified_notes, words_agree
 from records import format_tables, made_up, write_all
 
 
@@ -240,6 +240,19 @@ def test_what_the_order_and_the_tests_are(tmp_path):
            "seed 7." in text
     assert "p is not corrected for the number of tests" in text and "in no interval" in text
     assert "Machine: Some CPU" in text
+
+
+def test_what_was_not_verified_at_its_size_is_a_warning():
+    """Unless the measured model itself was checked by residuals."""
+    run, beside = (made_up(row) for row in select_rows("weak", "3d"))
+    run.configuration["verified_measured_model"] = False
+    _, smaller, warning = verified_notes([run, beside])
+    assert smaller.startswith("In 1 row that was a smaller model of the same scheme and grid, ")
+    assert warning == ("NOT VERIFIED AT ITS SIZE: in 1 row the measured model itself was not "
+                       "checked.")
+    run.checks.append(Check("residual of layers.0", 1e-7, 1e-3))
+    _, _, looked = verified_notes([run, beside])
+    assert looked.startswith("In 1 row the measured model itself was checked by the residuals ")
 
 
 @pytest.mark.parametrize("transport, said", [("mpi", 1), ("shared", 3)])

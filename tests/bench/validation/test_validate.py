@@ -8,10 +8,12 @@ import pytest
 from mpi4py import MPI
 
 from bench.__main__ import main, parser
+from bench.cases.selection import select_rows
 from bench.records import kinds, merged, run_file, schema
 from bench.records.folder import read_folder, read_runs
-from bench.validation.files import check_file
+from bench.validation.files import check_file, list_warnings
 from mutations import edit, sets, spoils, writes
+from records import made_up
 from support import run_ranks
 
 MEASURE = """
@@ -186,6 +188,14 @@ def test_what_follows_from_samples_is_not_read(measured, tmp_path):
     assert set(again.raw) == set(found.raw) and all(
         np.array_equal(again.variables[name].values, one.values, equal_nan=True)
         for name, one in found.variables.items())
+
+
+@pytest.mark.parametrize("count, said", [
+    (1, ["no 95 % interval of 1 repetition: at least six would do"]),
+    (5, ["no 95 % interval of 5 repetitions: at least six would do"]), (6, [])])
+def test_fewer_than_six_repetitions_are_a_warning(count, said):
+    run = made_up(select_rows("weak", "3d")[0], repetitions=count)
+    assert [line for line in list_warnings(run) if "interval" in line] == said
 
 
 def test_what_a_reader_must_know(measured, tmp_path, capsys):

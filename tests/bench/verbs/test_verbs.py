@@ -186,6 +186,8 @@ WRONG = [("mesure", "did you mean measure?"), ("measure gem", "did you mean gemm
           "at most 2 repetitions: must be at least the 5 that are asked for"),
          *((f"plan {mode} --hide-sums", "--hide-sums: ") for mode in (
              "--rules", "--map 8 --model gpt2 --batch 8", "--contexts 2 --model gpt2")),
+         ("measure meshes combined:dense-16-1,combined:dense-8-1",
+          "is for 1 rank: mpirun -n 8 or 16 would do"),
          ("predict --matmul 8 --zero 1", "--zero would do nothing here"),
          ("measure gpu --part gemm --graph", "--graph would do nothing here: it is of --part"),
          ("plan --rules --expert-top 3", "--expert-top 3: the rules of --rules overview say it"),
@@ -231,14 +233,13 @@ def test_ranks_with_different_words_are_all_refused(comm, monkeypatch, capfd):
     refuse_different_words()    # which by default is NumPy
 
 
-@pytest.mark.parametrize("module, words", [
-    ("measure.pipeline", "measure pipeline --stages 1 --work wait --unit 1us --schedule gpipe "
-     "--layers 1 --microbatches 1 --repetitions 1 --max-repetitions 1"),
-    ("train", "train --layers 1 --hidden 8 --heads 2 --batch 4 --seq 6 --steps 1 --scheme serial "
-     "--validate-every 1 --validation-batches 1 --checkpoints none")])
-def test_a_picture_that_is_not_drawn_is_told_by_the_status(monkeypatch, tmp_path, module, words):
+@pytest.mark.parametrize("words", [
+    "measure pipeline --stages 1 --work wait --unit 1us --schedule gpipe --layers 1 "
+    "--microbatches 1 --repetitions 1 --max-repetitions 1",
+    "train --layers 1 --hidden 8 --heads 1 --batch 1 --seq 8 --steps 1 --checkpoints none"])
+def test_a_picture_that_is_not_drawn_is_told_by_the_status(words, monkeypatch, tmp_path):
     for status in (0, 1):
-        monkeypatch.setattr(f"bench.verbs.{module}.style.draw_pictures", lambda draws: status)
+        monkeypatch.setattr("bench.reports.figures.style.draw_pictures", lambda draws: status)
         assert main([*words.split(), "--pictures", str(tmp_path),
                      "--out", str(tmp_path / str(status))]) == status
 
