@@ -136,28 +136,22 @@ def elementwise_coefficients(kernels: str = "numpy", attention: str = "flash",
 
     Parameters
     ----------
-    kernels, attention, dtype : str
-        As of `bench.prediction.machine_model.Machine`, and the type of the values.
-    kind : LayerKind
-        The kind of the layer; with experts it is the mean of those with and without.
+    kernels, attention, kind, dtype : str, str, LayerKind, str
+        As of `bench.prediction.machine_model.Machine`; the kind of the layer, with experts the
+        mean of those with and without; the type of the values.
     """
     rows, found = [], {phase: [] for phase in PHASES}
     for ranks, seq in ((1, 64), (3, 64), (4, 64), (1, 128)):
         sizes = kind.small(256, 4, seq)
         trace = dry_run.trace_step("1d", ranks, **sizes, dtype=dtype, experts=kind.experts)
         trace = with_kernels(trace, kernels, attention, dtype, sizes.head)
-        rows.append(line_elements(ranks, sizes))
+        rows.append(BlockSizes("1d", GridShape("x", (ranks,)), sizes).elements())
         added = ADDED * trace.parameters / 2 * (kernels != "fused")    # of values and gradients
         for phase, others in zip(PHASES, (0, added)):
             moved = sum(e.bytes * n for e, n in trace.count(Pass, phase).items()) - others
             found[phase].append(moved / itemsize(dtype) / kind.layers)
     return tuple(np.linalg.solve(np.array(rows), np.array(found[phase]))
                  for phase in PHASES)
-
-
-def line_elements(ranks: int, sizes: ModelSizes) -> np.ndarray:
-    """Return `BlockSizes.elements` of the scheme 1d."""
-    return BlockSizes("1d", GridShape("x", (ranks,)), sizes).elements()
 
 
 class BlockSizes:
@@ -188,6 +182,11 @@ class BlockSizes:
         """Return the batch of products of attention in a forward pass."""
         return Gemm(2 * self.batch * self.heads, self.queries, self.sizes.head, self.sizes.seq,
                     dtype)
+
+    @property
+    def pieces(self) -> int:
+        """Return how many ranks' rows an expert's product has, each in a product of its own."""
+        return max(1, math.prod(self.outside[:2]) // math.prod(self.inside[:2]))
 
     @property
     def outer_block(self) -> tuple[int, int]:
@@ -282,11 +281,12 @@ def collectives_of(moves: Iterable[Move], grid: GridShape,
 
 
 def grid_work(name: str, grid: GridShape, machine: machine_model.Machine, stack: Stack,
-              context: tuple[int, str] = (1, "gather")
+              context: tuple[int, str] = (1, "gather"), of_rank: ExpertOptions | None = None
               ) -> tuple[dict[str, PhaseWork], dict[str, float]]:
     """Return the work of a rank in each phase, and the words that it moves.
 
-    `context` is the number of grids among which positions are divided, and the way of attention.
+    `context` is the number of grids among which positions are divided, and the way of attention;
+    `of_rank` are the experts of a rank, by default all.
     """
     size, whole = itemsize(stack.dtype), stack.sizes
     dtype, recompute, experts = stack.dtype, stack.recompute, stack.experts
@@ -295,8 +295,7 @@ def grid_work(name: str, grid: GridShape, machine: machine_model.Machine, stack:
     moves = cost.moves(name, grid, sizes, recompute, experts)
     words = {phase: sum(m.words for m in found.values()) / grid.ranks
              for phase, found in moves.items()}
-    flash = attention_of(machine, dtype) == "flash"
-    scores = blocks.attention_products(dtype)
+    flash, scores = attention_of(machine, dtype) == "flash", blocks.attention_products(dtype)
     attention = sizes["layers"] * (scores.flops / machine.gemm_rate[dtype] if flash else
                                    gemm_seconds(machine, scores))
     forward = attention + sum(
@@ -315,7 +314,7 @@ def grid_work(name: str, grid: GridShape, machine: machine_model.Machine, stack:
     chosen = parse_policy(recompute)
     moved_back += (bool(chosen.group_size) + chosen.selective) * moved
     if machine.kernels != "fused":    # within whose products terms of gradients are added
-        moved_back += ADDED * size * gradient_words(name, grid, whole, experts)
+        moved_back += ADDED * size * gradient_words(name, grid, whole, of_rank or experts)
     found = {phase: collectives_of(moves[phase].values(), grid, size) for phase in PHASES}
     if context[0] > 1:
         over = context_moves(name, grid, whole, *context, recompute)
@@ -329,11 +328,12 @@ def grid_work(name: str, grid: GridShape, machine: machine_model.Machine, stack:
 
 def gradient_words(name: str, grid: GridShape, sizes: ModelSizes,
                    experts: ExpertOptions | None) -> float:
-    """Return the words of a rank's gradients, those of all experts among them."""
+    """Return the words of gradients that a rank adds to, of these experts once for each piece."""
     words = cost.parameters(sizes)
     if experts:
-        more = sizes.layers // experts.every * (experts.count - 1)
-        words += more * (sizes.architecture.gates + 1) * sizes.hidden * sizes.inner
+        more = experts.count * BlockSizes(name, grid, sizes).pieces - 1    # beside a perceptron
+        words += (sizes.layers // experts.every * more * (sizes.architecture.gates + 1)
+                  * sizes.hidden * sizes.inner)
     return words / weight_parts(name, grid)
 
 

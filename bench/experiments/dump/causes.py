@@ -64,7 +64,8 @@ def _where(a: np.ndarray, exact: np.ndarray, one: Judged) -> str | None:
         return None
     packed = one.place.kind == "activation" and region.dim == 1
     return f"wrong only in {region}" + packed * (
-        ": the mask is another, or documents are packed with no token between them")
+        ": the mask is another, or documents are packed, with no token between them or all at one "
+        "position")
 
 
 def _gradient(dump: Dump, verdict: Verdict, one: Judged) -> Iterator[str]:

@@ -164,8 +164,8 @@ def packed_documents(tokens: np.ndarray, wrong: np.ndarray,
 
     A document ends or begins with that token wherever it is, and `wrong`, (batch, seq), first
     holds in each sequence where its second document begins, but for those that are not `counted`.
-    None where there is no such token, or a single document begins so: any token may be found once
-    where a shard begins.
+    None where there is no such token, or all of these documents begin at one position, as where a
+    shard begins, or where nothing sees a token that all sequences begin with.
     """
     some, at = wrong.any(1), wrong.argmax(1)
     if not some.any() or wrong[:, 0].any():
@@ -175,7 +175,7 @@ def packed_documents(tokens: np.ndarray, wrong: np.ndarray,
         begins = np.roll(tokens == near[0], before, 1)
         begins[:, 0] = False
         seen = begins & counted
-        if seen.sum() > 1 and np.array_equal(seen.any(1), some) and np.array_equal(
+        if seen.any(0).sum() > 1 and np.array_equal(seen.any(1), some) and np.array_equal(
                 seen.argmax(1), at):
             return int(near[0]), begins.cumsum(1)
     return None

@@ -1,6 +1,5 @@
 """Count what experts add to a layer: weights that are gathered, rows that travel, and counts."""
 
-import math
 from functools import cache
 from typing import NamedTuple
 
@@ -76,9 +75,7 @@ def split_seconds(training: Training, scheme: str, grid: GridShape, micro: int,
     if experts is None:
         return found
     one = training.stack(micro, "none", 1).sizes
-    outer, inner = (math.prod(each[:2]) for each in
-                    (BlockSizes(scheme, grid, one).outside, BlockSizes(scheme, grid, one).inside))
-    pieces = own_experts(experts, parts) * max(1, outer // inner)
+    pieces = own_experts(experts, parts) * BlockSizes(scheme, grid, one).pieces
     for product in expert_products(one):
         for local in find_scheme(scheme).local_products(
                 grid, product._replace(M=experts.top * one.tokens)):

@@ -15,7 +15,7 @@ from bench.cases.variants import itemsize
 from bench.prediction.chunk_events import run_once
 from bench.prediction.closed_form_plan import (BlockSizes, LayerKind, PhaseWork, Price,
                                                collectives_of, elementwise_coefficients,
-                                               grid_work, line_elements)
+                                               grid_work)
 from bench.prediction.kernels import attention_of, priced, with_kernels
 from bench.prediction.pipeline_model import LAYERS, PASSES, PipelineModel, build_once
 from bench.prediction.seconds import (achieved_seconds, gemm_seconds, trace_terms,
@@ -167,7 +167,7 @@ def words_of(recompute: str, dtype: str, kind: LayerKind) -> tuple[np.ndarray, .
             build_once(name, 1, 1), "1d", (grid,), stack).trace(group * layers)
             for layers in range(1, most + 1)], group=group)
             for name, most in (("gpipe", 1), ("zb-h1", 2)))
-        rows.append(line_elements(ranks, sizes))
+        rows.append(BlockSizes("1d", grid, sizes).elements())
         rows[-1][-1] /= batch
         gradients = gathered_words("1d", grid, replace(sizes, layers=1), experts, 1)
         found.append((whole.saved / size, whole.working / size - gradients,
@@ -213,9 +213,10 @@ def screen_layer(training: Training, layer: Layer) -> ScreenedLayer:
     """Count the work of a layer by closed forms."""
     machine, experts, group = training.machine, training.gpt.experts, training.group
     stack = training.stack(layer.micro, layer.recompute, group)
-    found, _ = grid_work(layer.scheme, layer.grid, machine, stack, (layer.context, layer.way))
     of_rank = experts and replace(experts, count=own_experts(experts, layer.experts),
                                   top=min(experts.top, own_experts(experts, layer.experts)))
+    found, _ = grid_work(layer.scheme, layer.grid, machine, stack, (layer.context, layer.way),
+                         of_rank)
     split = split_seconds(training, layer.scheme, layer.grid, layer.micro, layer.experts)
     counts = launches(machine.kernels, attention_of(machine, training.dtype), layer.recompute,
                       LayerKind.of(stack.sizes, of_rank), training.dtype)

@@ -140,6 +140,14 @@ def test_what_is_no_number_is_found():
     assert not found.passed    # behind an output that is right
 
 
+def test_the_reference_is_wide_but_for_few_digits():
+    asked = []
+    for name in ("float64", "float32", "float16"):
+        device_checks.check_model(gpu_cases.Mode(backend.get("numpy"), name),
+                                  lambda library, dtype: asked.append(dtype) or {"y": np.ones(1)})
+    assert asked == ["float64", "float64", "float64", "float32", "float16", "float16"]
+
+
 @pytest.mark.parametrize("ours, wrong", [
     ((5, 4, 3), ""), ((5, 4, 3.09), ""), ((5.01, 4, 3), "loss 0"), ((5, 4.2, 3), "loss 1"),
     ((5, 4, np.nan), "loss 2")])

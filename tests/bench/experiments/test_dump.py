@@ -206,8 +206,11 @@ def test_shards_that_see_themselves_alone_are_no_documents(packed, tmp_path):
     shop = replace(packed, start=replace(packed.start, documents=documents))
     verdict = judge(planted.dump_of(shop, shop.finish(shop.step()), tmp_path / "dump"), ALONE)
     assert verdict.first.place == Place("activation", "model.layers.0") and not verdict.left
-    found = packed_documents(np.arange(16)[None], documents[:1] == 1, np.ones((1, 16), bool))
-    assert found is None    # any token is before some shard
+    for count, first in (    # any token is before some shard,
+            (1, 8), (8, 8),    # the same one where sequences are,
+            (8, 1)):    # and one for padding, which a mask hides from others, may begin them all
+        tokens = np.arange(16)[None].repeat(count, 0)
+        assert packed_documents(tokens, tokens >= first, tokens >= 0) is None
 
 
 def test_documents_may_begin_with_their_token():
