@@ -107,10 +107,7 @@ def read_toml(text: str) -> dict[str, Any]:
 
 def decode(text: str, kind: type, make: Callable[[Any], Any] | None = None,
            check: Callable[[Any], str] = lambda tree: "", ignored: tuple[str, ...] = ()) -> Any:
-    """Decode TOML that describes a `kind`; ValueError names a wrong field, or line, in words.
-
-    Parameters as of `read_described`.
-    """
+    """Decode TOML, as `read_described` does; ValueError names a wrong field, or line, in words."""
     tree = {key: value for key, value in read_toml(text).items() if key not in ignored}
     if problem := _wrong_field(tree, kind) or check(tree):
         raise ValueError(problem)
@@ -132,12 +129,11 @@ def _wrong_field(tree: dict[str, Any], kind: type, place: str = "") -> str:
     if missing:
         return f"{inside}missing required field{'s' * (len(missing) > 1)} {', '.join(missing)}"
     for name, value in tree.items():
-        inner, key = inner_format(fields[name].type), f"{place}.{name}".lstrip(".")
-        choices = (typing.get_args(fields[name].type)
-                   if typing.get_origin(fields[name].type) is typing.Literal else (value,))
-        if value not in choices:
-            return f"{key}: {value!r} is unknown: choose one of {', '.join(choices)}"
-        tables = {key: value} if inner is fields[name].type else _items(value, key)
+        declared, key = fields[name].type, f"{place}.{name}".lstrip(".")
+        choices, inner = typing.get_args(declared), inner_format(declared)
+        if typing.get_origin(declared) is typing.Literal and value not in choices:
+            return f"{key}: {value!r} is unknown: choose one of {', '.join(map(str, choices))}"
+        tables = {key: value} if inner is declared else _items(value, key)
         for where, one in tables.items() if inner else ():
             if isinstance(one, dict) and (problem := _wrong_field(one, inner, where)):
                 return problem

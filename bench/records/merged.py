@@ -53,16 +53,14 @@ def run_groups(file: h5py.File,
     Raises
     ------
     StoreError
-        When it is a merged file without a group of runs, or without a run in it.
+        When it is a merged file without runs.
     """
     if not is_merged(file):
         yield str(path), file
         return
     runs = _group(file, "runs")
-    if runs is None:
-        raise StoreError(f"{path} is damaged or not a complete merged file: it has no group runs")
-    if not len(runs):
-        raise StoreError(f"{path} is no complete merged file: its group runs is empty")
+    if runs is None or not len(runs):
+        raise StoreError(f"{path} is damaged or not a complete merged file: it has no runs")
     for name in runs:
         yield f"{path}, run {name},", _group(runs, name)
 

@@ -23,10 +23,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Write the new file and print the number of runs in it; 1 if some were left out, else 0.
 
-    Raises
-    ------
-    StoreError
-        When there are no runs, or the file cannot be written.
+    Raises StoreError as `merged.merge_files` does.
     """
     target = Path(arguments.target)
     files = [path for path in list_files(arguments.sources)

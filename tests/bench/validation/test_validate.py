@@ -273,7 +273,7 @@ def test_a_violation_in_a_merged_file_names_its_run(one, tmp_path):
     with h5py.File(target, "r+") as file:
         del file["runs"][name]
     assert check_file(target) == (
-        [f"{target} is no complete merged file: its group runs is empty"], [])
+        [f"{target} is damaged or not a complete merged file: it has no runs"], [])
 
 
 def test_what_cannot_be_merged_changes_nothing(measured, one, tmp_path, capsys):
