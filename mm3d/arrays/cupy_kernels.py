@@ -30,8 +30,8 @@ COMPILER_OPTIONS = ("--std=c++17",)
 THREADS_PER_BLOCK, THREADS_PER_WARP = 256, 32
 MAX_BLOCKS = 4096            # of threads, in an elementwise kernel
 MAX_ACROSS = 16384           # blocks beside each other that can sum columns
-SUM_BLOCKS = 2048            # that sum columns in all, if they are so many: two rounds of an H100
-GELU_BLOCKS = 8192           # that compute GELU, too, and are fewer at a time
+SUM_BLOCKS = 528             # that sum columns: four at a time on each of an H100's 132 processors
+MAX_PARTS = 128              # of a sum, which one block adds while others idle
 MAX_THREADS = 1024           # of a block that computes a row
 ADAMW_PACKS = 8              # of 16 bytes, that a thread changes
 
@@ -112,7 +112,7 @@ class GpuKernels(GpuAttention):
     def bias_gelu_backward(self, dy: Array, x: Array, b: Array, out: Array,
                            keep_float32: bool = False) -> tuple[Array, Array]:
         dy, x, b = map(self.library.contiguous, (dy, x, b))
-        sums, blocks, rest = self._allocate_sums(dy, keep_float32, most=GELU_BLOCKS)
+        sums, blocks, rest = self._allocate_sums(dy, keep_float32)
         self._compute_into(out, lambda dx: self._launch(
             "bias_gelu_backward", dy, blocks, dy, x, b, dx, *rest))
         return out, sums
@@ -262,19 +262,17 @@ class GpuKernels(GpuAttention):
         self._launch(name, arrays[0], blocks, *map(self.library.contiguous, arrays), *rest)
         return sums
 
-    def _allocate_sums(self, a: Array, keep_float32: bool, count: int = 1, most: int = SUM_BLOCKS
+    def _allocate_sums(self, a: Array, keep_float32: bool, count: int = 1
                        ) -> tuple[Array, tuple[int, int], tuple[Any, ...]]:
         """Allocate `count` sums of columns like those of `a`, in its type unless `keep_float32`.
 
-        Return them with the numbers of blocks of threads, about `most` in all, and for the kernel
-        room for the sums of several blocks of rows, the sums in one of two places, and the rows
-        and columns of `a`.
+        Return them with the numbers of blocks of threads, and for the kernel room for the sums of
+        several blocks of rows, the sums in one of two places, and the rows and columns of `a`.
         """
         (rows, cols), kind = _matrix_shape(a), self._sum_type(a)
         across = -(-cols // (32 * (16 // a.itemsize)))
-        # Parts are added by one block for all below each other, while others idle.
-        below = -(-most // max(1, across)) if across <= MAX_ACROSS else 1
-        down = max(1, min(-(-rows // 64), 256, below))
+        below = SUM_BLOCKS // max(1, across) if across <= MAX_ACROSS else 1
+        down = max(1, min(-(-rows // 64), MAX_PARTS, below))
         shape = (cols,) if count == 1 else (count, cols)
         parts = self.library.empty((down, *shape), kind) if down > 1 else 0
         sums = self.library.empty(shape, kind if keep_float32 else a.dtype)

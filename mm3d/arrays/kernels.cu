@@ -82,10 +82,25 @@ __device__ void with_rows(long long rows, long long cols, const T *a, const T *p
 
 // --- GELU, bias, scale ---------------------------------------------------------------------
 
-// Powers of 2 and reciprocals take a few instructions of a GPU, in float.
+// Powers of 2 and reciprocals are an instruction each in float, and 0 below 2^-126.
+#ifdef MM3D_ON_HOST
 __device__ inline float power_of_2(float x) { return exp2f(x); }
+__device__ inline float reciprocal(float x) { return 1 / x; }
+#else
+__device__ inline float power_of_2(float x)
+{
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ inline float reciprocal(float x)
+{
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+#endif
 __device__ inline double power_of_2(double x) { return exp2(x); }
-__device__ inline float reciprocal(float x) { return __fdividef(1.0f, x); }
 __device__ inline double reciprocal(double x) { return 1 / x; }
 
 // (1 + tanh v) / 2 = 1 / (1 + exp(-2 v)) for v = sqrt(2 / pi) (u + 0.044715 u^3), without
@@ -170,11 +185,12 @@ __global__ void copy_rows(const T *x, T *y, int length, int n1, int n2, int d, l
 __device__ unsigned stored[16384];
 
 // `f` adds to N sums, one after another, of at most `width` columns each from its first argument on,
-// of which its second says how many there are.  Of all blocks with the same columns the last one to
-// store its part adds the parts, in an order that does not depend on it, and puts them into the N
-// rows of `sum`, or of `wide_sum` where that is not null.
+// of which its second says how many there are, and its third whether they are a pack.  Of all blocks
+// with the same columns the last one to store its part adds the parts, in an order that does not
+// depend on it, and puts them into the N rows of `sum`, or of `wide_sum` where that is not null.
 template <int N, typename T, typename F>
-__device__ void column_sums(long long rows, long long cols, W *parts, T *sum, W *wide_sum, F f)
+__device__ void column_sums(long long rows, long long cols, bool packed, W *parts, T *sum,
+                            W *wide_sum, F f)
 {
     const int width = 16 / sizeof(T);
     __shared__ W some[8][N * 32 * width + 1];
@@ -204,9 +220,15 @@ __device__ void column_sums(long long rows, long long cols, W *parts, T *sum, W 
     };
     for (int i = 0; i < N * width; i++)
         own[i] = 0;
-#pragma unroll 2
-    for (long long r = (long long)blockIdx.y * 8 + group; mine && r < rows; r += 8 * gridDim.y)
-        f(r * cols + c, mine, own);
+    const long long first = (long long)blockIdx.y * 8 + group, step = 8 * gridDim.y;
+    if (packed && mine)    // constants need fewer instructions and registers
+#pragma unroll 1
+        for (long long r = first; r < rows; r += step)
+            f(r * cols + c, width, true, own);
+    else if (mine)
+#pragma unroll 1
+        for (long long r = first; r < rows; r += step)
+            f(r * cols + c, mine, false, own);
     add_groups(gridDim.y == 1);
     if (gridDim.y == 1)
         return;
@@ -247,7 +269,7 @@ __global__ void sum_rows(const T *a, W *parts, T *sum, W *wide_sum, long long ro
 {
     const int width = 16 / sizeof(T);
     const bool packed = aligned(a, a, a) && cols % width == 0;
-    column_sums<1, T>(rows, cols, parts, sum, wide_sum, [=](long long at, int mine, W *own) {
+    column_sums<1, T>(rows, cols, packed, parts, sum, wide_sum, [=](long long at, int mine, bool packed, W *own) {
         const Pack<T> u = read_pack(a, at, mine, packed);
         for (int i = 0; i < width; i++)
             own[i] += i < mine ? wide(u.of[i]) : 0;
@@ -259,7 +281,7 @@ __global__ void sum_products(const T *a, const T *b, W *parts, T *sum, W *wide_s
 {
     const int width = 16 / sizeof(T);
     const bool packed = aligned(a, b, b) && cols % width == 0;
-    column_sums<1, T>(rows, cols, parts, sum, wide_sum, [=](long long at, int mine, W *own) {
+    column_sums<1, T>(rows, cols, packed, parts, sum, wide_sum, [=](long long at, int mine, bool packed, W *own) {
         const Pack<T> u = read_pack(a, at, mine, packed), v = read_pack(b, at, mine, packed);
         for (int i = 0; i < width; i++)
             own[i] += i < mine ? wide(u.of[i]) * wide(v.of[i]) : 0;
@@ -271,7 +293,7 @@ __global__ void sum_rows_and_products(const T *a, const T *b, W *parts, T *sum, 
 {
     const int width = 16 / sizeof(T);
     const bool packed = aligned(a, b, b) && cols % width == 0;
-    column_sums<2, T>(rows, cols, parts, sum, wide_sum, [=](long long at, int mine, W *own) {
+    column_sums<2, T>(rows, cols, packed, parts, sum, wide_sum, [=](long long at, int mine, bool packed, W *own) {
         const Pack<T> u = read_pack(a, at, mine, packed), v = read_pack(b, at, mine, packed);
         for (int i = 0; i < width; i++) {
             own[i] += i < mine ? wide(u.of[i]) : 0;
@@ -290,7 +312,7 @@ __global__ void bias_gelu_backward(const T *dy, const T *x, const T *b, T *dx, W
     W bias[width];
     for (int i = 0; i < width; i++)
         bias[i] = c + i < cols ? wide(b[c + i]) : 0;
-    column_sums<1, T>(rows, cols, parts, sum, wide_sum, [&](long long at, int mine, W *own) {
+    column_sums<1, T>(rows, cols, packed, parts, sum, wide_sum, [&](long long at, int mine, bool packed, W *own) {
         Pack<T> g = read_pack(dy, at, mine, packed);
         const Pack<T> u = read_pack(x, at, mine, packed);
         for (int i = 0; i < width; i++)

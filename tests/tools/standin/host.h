@@ -34,7 +34,6 @@ static void turn()
 #define __shared__ static
 #define __syncthreads turn
 using std::exp2; using std::log2; using std::max; using std::min; using std::sqrt;
-static float __fdividef(float x, float y) { return x / y; }
 
 template <typename V> V __shfl_xor_sync(unsigned, V x, int d)
 {
