@@ -67,7 +67,7 @@ def draw_and_describe(out: Path, told: list[str]) -> list[str]:
     try:
         drawn, left_out = draw_figures(out)
         say(*[f"not drawn: {why}" for why in left_out if str(why) not in told])
-        return [f"page: {write_page(out)}",
+        return [f"page: {write_page(out)[0]}",
                 f"figures: {', '.join(path.name for path in drawn) or 'none'}"]
     except Exception:
         complain(traceback.format_exc())

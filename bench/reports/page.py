@@ -6,21 +6,21 @@ from collections import Counter
 from pathlib import Path
 
 from bench.records import atomic
-from bench.records.folder import FolderContents, natural_key, read_folder
+from bench.records.folder import natural_key, read_folder
 from bench.records.measurements import Measurements
 from bench.records.model_run import Run
 from bench.reports import merit
 from bench.reports.certainty import run_name
 from bench.document import Notes, Part, Table
 from bench.reports.figures.every_figure import make_drawings
-from bench.reports.figures.style import LeftOut, draw_image
+from bench.reports.figures.style import Drawing, LeftOut, draw_each, draw_image
 from bench.reports.paper_tables import make_document
 
 WARNING = re.compile(r"[A-Z][A-Z ]+(\([^)]*\))?:")    # begins such a note, perhaps with a reason
 
 
-def write_page(folder: str | Path, out: str | Path | None = None) -> Path:
-    """Write the page; return its path.
+def write_page(folder: str | Path, out: str | Path | None = None) -> tuple[Path, list[LeftOut]]:
+    """Write the page; return its path, and why figures are not drawn.
 
     Parameters
     ----------
@@ -34,15 +34,8 @@ def write_page(folder: str | Path, out: str | Path | None = None) -> Path:
     OSError
         When the page cannot be written.
     """
-    found = read_folder(folder)
-    path = Path(out) if out else found.folder / "report.html"
-    atomic.replace(path, render_page(found))
-    return path
-
-
-def render_page(found: FolderContents) -> str:
-    """Return the page as text."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
+    found = read_folder(folder)
     environment = Environment(loader=PackageLoader("bench.reports"), autoescape=True,
                               trim_blocks=True,
                               lstrip_blocks=True, undefined=StrictUndefined)
@@ -54,25 +47,19 @@ def render_page(found: FolderContents) -> str:
     runs += found.measurements
     # In the order of the tables; those of each run are folded.
     details = [(run_summary(run)[1], merit.run_parts(run)) for run in runs if isinstance(run, Run)]
-    drawn, left_out = embed_figures(found)
-    return environment.get_template("report.html").render(
+    drawn, left_out = draw_each(make_drawings(found), embed_figure)
+    path = Path(out) if out else found.folder / "report.html"
+    atomic.replace(path, environment.get_template("report.html").render(
         name=found.folder.absolute().name, parts=parts, warnings=warning_notes(parts),
         details=details, figures=drawn, left_out=left_out,
-        environment=summarize_environments(runs), runs=sorted(map(run_summary, runs)))
+        environment=summarize_environments(runs), runs=sorted(map(run_summary, runs))))
+    return path, left_out
 
 
-def embed_figures(found: FolderContents) -> tuple[list[dict[str, str]], list[str]]:
-    """Draw every figure as SVG in base64, with its name and meaning, and list those left out."""
-    drawn, left_out = [], []
-    for one in make_drawings(found):
-        try:
-            image = draw_image(one.make, "svg")
-        except LeftOut as why:
-            left_out.append(f"{one.name}: {why}")
-        else:
-            drawn.append({"name": one.name, "about": one.about,
-                          "image": base64.b64encode(image).decode()})
-    return drawn, left_out
+def embed_figure(one: Drawing) -> list[dict[str, str]]:
+    """Draw a figure as SVG in base64, with its name and meaning."""
+    return [{"name": one.name, "about": one.about,
+             "image": base64.b64encode(draw_image(one.make, "svg")).decode()}]
 
 
 def warning_notes(parts: list[Part]) -> list[str]:

@@ -619,7 +619,7 @@ def test_a_job_that_cannot_be_noted_is_named(
 def test_collect_merges_and_names_what_is_missing(tmp_path, capsys, monkeypatch):
     drawn = []
     monkeypatch.setattr(finish, "draw_figures", lambda folder: drawn.append(folder) or ([], []))
-    monkeypatch.setattr(finish, "write_page", lambda folder: drawn.append(folder) or folder)
+    monkeypatch.setattr(finish, "write_page", lambda folder: drawn.append(folder) or [folder])
     name, out = site_file(tmp_path), tmp_path / "out"
     mine = work(tmp_path, name)
     other = make_case(select_rows("strong", "3d")[0], "tiny")

@@ -248,15 +248,22 @@ class Drawing:
     make: Callable[[], Any]
 
 
-def save_drawings(drawings: Iterable[Drawing], folder: Path,
-                  formats: Sequence[str] = ("png",)) -> tuple[list[Path], list[LeftOut]]:
-    """Save drawings in a folder; return the files, and why others are not drawn."""
-    drawn: list[Path] = []
+def draw_each(drawings: Iterable[Drawing], draw: Callable[[Drawing], Iterable[Any]]) -> tuple[
+        list[Any], list[LeftOut]]:
+    """Draw figures; return all that `draw` makes of them, and why others are not drawn."""
+    drawn: list[Any] = []
     left_out: list[LeftOut] = []
     for one in drawings:
         try:
-            for form in formats:
-                drawn.append(save_picture(folder / f"{one.name}.{form}", one.make))
+            for found in draw(one):
+                drawn.append(found)
         except LeftOut as why:
             left_out.append(type(why)(f"{one.name}: {why}"))
     return drawn, left_out
+
+
+def save_drawings(drawings: Iterable[Drawing], folder: Path,
+                  formats: Sequence[str] = ("png",)) -> tuple[list[Path], list[LeftOut]]:
+    """Save drawings in a folder; return the files, and why others are not drawn."""
+    return draw_each(drawings, lambda one: (
+        save_picture(folder / f"{one.name}.{form}", one.make) for form in formats))

@@ -15,7 +15,6 @@ from bench.records.measurements import Check, Measurements, Variable
 from bench.reports.emulation.at_rates import join_rates
 from bench.reports.figures import link_sweep as figures
 from bench.reports.figures.style import LeftOut, NotDrawn
-from bench.reports.page import embed_figures
 from bench.verbs import run as run_verb
 from records import emulated_run, format_record
 
@@ -129,13 +128,10 @@ def test_crossings_at_one_place_share_a_mark(record):
 
 
 def test_plot_draws_the_picture(record, tmp_path):
-    """From the file; and a report has it."""
     run_file.write_run(record, tmp_path, "links-weak")
     assert main(["report", str(tmp_path), "--figures"]) == 0
     [picture] = tmp_path.glob("*.png")
     assert picture.name == "where-each-is-fastest-weak-p004-tiny.png"
-    [embedded], left_out = embed_figures(read_folder(tmp_path))
-    assert embedded["name"] == picture.stem and not left_out
 
 
 def rows_at(*links, scheme="3d", order="zyx", slowed=1.0, **settings):

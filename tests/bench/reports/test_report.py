@@ -91,7 +91,7 @@ def test_figures_come_first_and_runs_in_the_order_of_the_paper(tmp_path, monkeyp
         run = made_up(row, created=f"2030-01-02T03:04:{k:02d}+00:00")
         run.configuration.update({"equal_tokens": "3d"} if k == len(rows) else {})
         run_file.write_run(run, tmp_path, str(k))
-    source = write_page(tmp_path).read_text()
+    source = write_page(tmp_path)[0].read_text()
     assert 0 < source.index('id="figures"') < source.index('id="results"') < source.index(
         'id="each"')
     first, *others = [f"{row.table} {title(row.scheme)} {row.gpus} ranks, laptop"
@@ -138,7 +138,7 @@ def test_hostile_text_in_a_record_is_only_text(tmp_path, monkeypatch):
     record = matmul_record()
     record.configuration["form"] = HOSTILE
     run_file.write_run(record, tmp_path, "matmul")
-    page = Page(write_page(tmp_path, tmp_path / "page.html"))
+    page = Page(write_page(tmp_path, tmp_path / "page.html")[0])
     assert "script" not in page.tags and page.tags.count("style") == 1
     assert {value for tag, name, value in page.references if tag == "img"
             and not value.startswith("data:")} == set()

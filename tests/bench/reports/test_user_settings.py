@@ -123,6 +123,9 @@ def test_a_figure_that_cannot_be_drawn_is_one_line(one_run, monkeypatch, capsys)
     assert last.endswith("; figures: average-step-time-laptop.png")
     assert (one_run / "average-step-time-laptop.png").exists()
     assert "RuntimeError: no letters" in (one_run / "report.html").read_text()
+    for more in ([], ["--figures"]):    # each is said once
+        assert main(["report", str(one_run), "--page", *more]) == 1
+        assert capsys.readouterr().out.count(line) == 1
 
 
 def test_an_error_of_the_program_is_not_hidden(one_run, monkeypatch, capsys):
