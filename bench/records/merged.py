@@ -3,8 +3,9 @@
 import io
 import os
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
-from typing import Iterator
+from typing import Callable, Iterator
 
 import h5py
 import numpy as np
@@ -26,17 +27,26 @@ def runs_in_file(path: str | os.PathLike) -> tuple[list[Measurements], list[str]
         The runs, and a message for each that could not be read: the others are there.
     """
     runs: list[Measurements] = []
+    return runs, take_runs(path, lambda run, group, place: runs.append(run))
+
+
+def take_runs(path: str | os.PathLike,
+              take: Callable[[Measurements, h5py.Group, str], None]) -> list[str]:
+    """Give each run of a file away, with its group and its name in messages.
+
+    Return a message for each that cannot be read, or that `take` refuses by StoreError.
+    """
     problems: list[str] = []
     try:
         with open_file(path) as file:
             for place, group in run_groups(file, path):
                 try:
-                    runs.append(parse_run(group, place))
+                    take(parse_run(group, place), group, place)
                 except StoreError as error:
                     problems.append(str(error))
     except StoreError as error:
         problems.append(str(error))
-    return runs, problems
+    return problems
 
 
 def is_merged(file: h5py.File) -> bool:
@@ -103,9 +113,8 @@ def merge_files(paths: list[Path], target: Path, anew: bool = False) -> tuple[in
                          f"in {SUFFIX}: {target.name}{SUFFIX} would do")
     image, written, problems = io.BytesIO(), {}, []
 
-    def add(path: Path, place: str, group: h5py.Group) -> None:
-        run = parse_run(group, place)
-        stem = group.name.rpartition("/")[2] or Path(path).stem
+    def add(path: Path, run: Measurements, group: h5py.Group, place: str) -> None:
+        stem = group.name.rpartition("/")[2] or path.stem
         while written.get(stem, run.created) != run.created:
             stem += "-other"
         if stem not in written:
@@ -116,15 +125,7 @@ def merge_files(paths: list[Path], target: Path, anew: bool = False) -> tuple[in
         made.attrs.update({"format": FORMAT, "schema_version": SCHEMA,
                            "created": datetime.now(timezone.utc).isoformat()})
         for path in paths:
-            try:
-                with open_file(path) as file:
-                    for place, group in run_groups(file, path):
-                        try:
-                            add(path, place, group)
-                        except StoreError as error:
-                            problems.append(str(error))
-            except StoreError as error:
-                problems.append(str(error))
+            problems += take_runs(path, partial(add, path))
         if not written:
             raise StoreError("\n".join([f"there are no runs to merge into {target}: name files "
                                         f"that have some", *problems]))

@@ -123,7 +123,7 @@ def draw_words(results: Results):
         panel.yaxis.set_major_formatter(EngFormatter(sep=""))
     add_legends(figure, panels.flat)
     note = words_note(map(merit.transport_name, results.runs.values()))
-    figure.supxlabel(textwrap.fill(note, 130), fontsize=8.5)
+    figure.supxlabel(textwrap.fill(note, 130))
     return figure
 
 

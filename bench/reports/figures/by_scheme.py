@@ -5,7 +5,7 @@ import itertools
 from bench.cases.paper import PAPER, TITLES, title
 from bench.records.folder import Results, most_oversubscribed, share_cores
 from bench.reports import emulated
-from bench.reports.figures.style import CYCLE, make_figure
+from bench.reports.figures.style import CYCLE, draw_bar, make_figure
 
 STYLES = dict(zip(TITLES, itertools.cycle(CYCLE)))    # the paper's schemes have the first
 ASIDE = (-1, 0, 1, -2, 2, -3, 3, -4)    # horizontal shifts of the schemes' intervals
@@ -46,8 +46,7 @@ def draw_intervals(panel, scheme: str, points: list[tuple[int, float, float]]) -
     """Draw the intervals of a scheme at numbers of ranks, slightly aside from other schemes."""
     aside = 1.035 ** dict(zip(STYLES, itertools.cycle(ASIDE))).get(scheme, 0)
     for ranks, *bounds in points:
-        panel.plot([ranks * aside] * 2, bounds, color=scheme_style(scheme)[0], linewidth=4,
-                   alpha=0.35, solid_capstyle="butt", label="_interval")
+        draw_bar(panel, ranks * aside, bounds, scheme_style(scheme)[0])
 
 
 def draw_closed_form(panel, scheme: str, points: list[Point]) -> None:
@@ -80,4 +79,4 @@ def write_caption(figure, results: Results, *remarks: str) -> None:
         lines.append("Ranks wait for the modelled seconds of their work; only collectives are "
                      "real.")
     if lines:
-        figure.supxlabel("\n".join(lines), fontsize=8.5)
+        figure.supxlabel("\n".join(lines))

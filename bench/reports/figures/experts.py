@@ -15,7 +15,7 @@ COLOURS = {"router": style.ORANGE, "dispatch": style.VERMILION, "experts": style
 def draw_parts(record: Measurements):
     """Draw the seconds of the parts by routing and phase; and the pairs of each expert."""
     found = {name: variable.values for name, variable in record.variables.items()}
-    routings, phases = record.scales["routing"], record.scales["phase"]
+    routings = record.scales["routing"]
     chosen = record.configuration
     figure, (panels,) = style.make_figure(1, 2, (11, 4.8), (
         f"{chosen['count']} experts, top {chosen['top']}, {chosen['hidden']} features, "
@@ -23,14 +23,10 @@ def draw_parts(record: Measurements):
         f"{chosen['replicas']} replicas of {chosen['scheme']} {chosen['grid']}"))
     seconds = found["part_seconds"][..., 0]
     for r in range(len(routings)):
-        for p, side in zip(range(len(phases)), (-0.21, 0.21)):
-            bottom = 0.0
-            for part, name in enumerate(record.scales["part"]):
-                value = 1e3 * seconds[r, p, part]
-                panels[0].bar(r + side, value, 0.38, bottom, color=COLOURS[name],
-                              edgecolor="white", linewidth=0.5,
-                              label=name if r == p == 0 else "_")
-                bottom += value
+        for p, side in enumerate(style.SIDES):
+            style.draw_stack(panels[0], r + side, [
+                (1e3 * took, COLOURS[name], None, name if r == p == 0 else "_")
+                for name, took in zip(record.scales["part"], seconds[r, p])])
     panels[0].set_xticks(range(len(routings)), routings)
     panels[0].set(ylabel="time (ms)", title="forward (left bars) and backward (right), medians "
                                             "of the slowest rank")

@@ -47,7 +47,7 @@ def _figure(asked: Asked, places: Sequence[Place]):
                     + heading(asked))
     figure.colorbar(image, label=f"% more steps by {BOX} than by {LINE}")
     figure.supxlabel(f"bold: {BOX} is faster; estimates by closed forms, of plans that fit the "
-                     f"memory; nothing here was measured", fontsize=8.5)
+                     f"memory; nothing here was measured")
     return figure
 
 

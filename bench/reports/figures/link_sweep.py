@@ -53,7 +53,7 @@ def draw_sweeps(records: Sequence[Measurements]):
     figure.supxlabel(
         "ranks wait for modelled work and send real bytes; they share "
         f"{records[0].environment['cores']} cores for all else,\nwhich is what fast links "
-        "show; bars: least to greatest sample", fontsize=8.5)
+        "show; bars: least to greatest sample")
     return figure
 
 
@@ -76,8 +76,7 @@ def _panel(panel, record: Measurements) -> None:
     for curve, (colour, marker) in zip(curves, style.CYCLE * 2):
         panel.plot(places, 1e3 * curve.medians, color=colour, marker=marker, label=curve.plan.name)
         for place, samples in zip(places, 1e3 * curve.seconds):
-            panel.plot([place] * 2, [np.nanmin(samples), np.nanmax(samples)], color=colour,
-                       linewidth=4, alpha=0.35, solid_capstyle="butt", label="_samples")
+            style.draw_bar(panel, place, (np.nanmin(samples), np.nanmax(samples)), colour)
     named: list[str] = []
     marks: dict[tuple[float, float], list[int]] = {}    # several crossings may be at one place
     found = sorted(sweep.list_crossovers(record, curves), key=lambda one: one[0])

@@ -42,10 +42,9 @@ def _save(folder: str, name: str, draw: Callable, text: str,
           size: tuple[float, float] = (8.5, 5.6), columns: int = 1) -> Path:
     """Draw on a number of panels, with a line of text below them; return the PNG file."""
     def make():
-        from matplotlib.figure import Figure
-        figure = Figure(figsize=size, layout="constrained")
-        draw(*figure.subplots(1, columns, squeeze=False).flat)
-        figure.supxlabel(text, fontsize=8.5)
+        figure, panels = style.make_figure(1, columns, size, "")
+        draw(*panels.flat)
+        figure.supxlabel(text)
         return figure
     return style.save_picture(Path(folder) / name, make)
 

@@ -54,17 +54,12 @@ def draw_words_against_ranks(record: Measurements):
     panel.plot(RANKS, bounds, "--", color="0.3", linewidth=1, zorder=3,
                label="lower bound, any memory")
     _name_ends(panel, [(points[-1][1], name) for name, points in lines.items()])
-    panel.set_xscale("log", base=2)
-    panel.set_yscale("log", base=2)
-    style.label_plainly(panel.xaxis, 2, (1,))
-    style.label_powers(panel.yaxis, 2)
-    panel.set_xlabel("ranks")
-    panel.set_ylabel("words a rank, forward")
+    _label_axes(panel, "ranks")
     panel.legend(ncols=2)
     figure.supxlabel("Lines: closed forms, mean of the ranks, at rank counts that an algorithm "
                      "fits; dotted: products without layers.\nMarks: counted in verified "
                      "products, the mean, with a line up to the busiest rank's, of which the "
-                     "bound is.", fontsize=8.5)
+                     "bound is.")
     return figure
 
 
@@ -102,7 +97,7 @@ def draw_words_against_memory(record: Measurements):
     figure.supxlabel("Memory: most bytes of arrays at one time, by dry runs, over those of A, B "
                      "and C without copies. Dashed: Al Daas and others,\nany memory; dotted: "
                      "Irony, Toledo and Tiskin, this memory, where it says much. Joined: "
-                     "more layers of 2.5d-sd.", fontsize=8.5)
+                     "more layers of 2.5d-sd.")
     return figure
 
 
@@ -129,14 +124,18 @@ def _draw_trade(panel, points: list[tuple[str, GridShape, float, float]], shape:
     bounds = [cost.lower_bound_with_memory(*shape, ranks, memory * share) for memory in memories]
     panel.plot(memories, [bound if bound > least / 20 else math.nan for bound in bounds], ":",
                color="black", label="_its memory")
+    panel.set_title(heading)
+    _label_axes(panel, "peak memory a rank / (matrices / P)")
+    panel.legend(fontsize=8)
+
+
+def _label_axes(panel, across: str) -> None:
+    """Draw words against something, both in powers of two."""
     panel.set_xscale("log", base=2)
     panel.set_yscale("log", base=2)
+    panel.set(xlabel=across, ylabel="words a rank, forward")
     style.label_plainly(panel.xaxis, 2, (1,))
     style.label_powers(panel.yaxis, 2)
-    panel.set_title(heading)
-    panel.set_xlabel("peak memory a rank / (matrices / P)")
-    panel.set_ylabel("words a rank, forward")
-    panel.legend(fontsize=8)
 
 
 def _larger_grids() -> Iterator[tuple[str, GridShape]]:

@@ -154,8 +154,7 @@ def draw_memory(results: Results):
             start_at_zero(panel)
     add_legends(figure, panels.flat)
     figure.supxlabel(f"Preset {results.title}. The closed form of what is kept is the mean "
-                     f"rank's; the peak is beside that of a dry run, by way of MPI.",
-                     fontsize=8.5)
+                     f"rank's; the peak is beside that of a dry run, by way of MPI.")
     return figure
 
 

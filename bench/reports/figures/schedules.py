@@ -24,19 +24,11 @@ def picture(path: str | os.PathLike, timelines: Mapping[str, Timeline],
 
     Parameters
     ----------
-    path : path
-        The picture to write; a .png, .svg or .pdf.
     unit : str, optional
         The unit of the times, such as "s".
 
-    Raises
-    ------
-    UsageError
-        When it is to be of another kind.
-    LeftOut
-        When it cannot be drawn.
+    Path and errors are those of `style.save_picture`.
     """
-    style.check_name(path)
     end = max(float(max(ends[-1] for ends in one.ends)) for one in timelines.values())
     height = sum(0.8 + 0.28 * one.schedule.ranks for one in timelines.values())
 

@@ -22,6 +22,7 @@ CYCLE = ((VERMILION, "o"), (GREEN, "s"), (BLUE, "^"), (ORANGE, "v"), (PURPLE, "D
          ("black", "X"), (YELLOW, "*"))
 IN_PANEL = 5    # lines of a legend in a panel; a longer one stands beside all panels
 BESIDE = 1.9    # inches for it
+SIDES = (-0.21, 0.21)    # of a place, at which stacks of forward and backward stand
 # Without dates and versions: the same figure gives the same file.
 METADATA = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
 
@@ -166,6 +167,21 @@ def start_at_zero(panel) -> None:
     top = max((max(drawn.get_ydata()) for drawn in panel.lines if len(drawn.get_ydata())),
               default=1.0)
     panel.set_ylim(0, 1.06 * top or 1.0)
+
+
+def draw_bar(panel, place: float, bounds: Sequence[float], colour: str) -> None:
+    """Draw a broad, pale bar from the least to the greatest of what is drawn at a place."""
+    panel.plot([place] * 2, bounds, color=colour, linewidth=4, alpha=0.35, solid_capstyle="butt",
+               label="_interval")
+
+
+def draw_stack(panel, place: float, parts: Iterable[tuple[float, str, str | None, str]]) -> None:
+    """Draw parts on each other, the first at the bottom: height, colour, hatching and label."""
+    bottom = 0.0
+    for height, colour, hatch, label in parts:
+        panel.bar(place, height, 0.38, bottom, color=colour, edgecolor="white", linewidth=0.5,
+                  hatch=hatch, label=label)
+        bottom += height
 
 
 def label_handles(panels) -> dict[str, Any]:

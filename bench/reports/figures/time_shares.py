@@ -9,7 +9,8 @@ from bench.records.model_run import Run
 from bench.reports import time_parts
 from bench.reports.figures.by_scheme import scheme_label, write_caption
 from bench.reports.figures.style import (BLUE, DARK_GREY, GREEN, LIGHT_GREY, LeftOut, ORANGE,
-                                         PURPLE, SKY, VERMILION, YELLOW, make_figure)
+                                         PURPLE, SIDES, SKY, VERMILION, YELLOW, draw_stack,
+                                         make_figure)
 from mm3d.tracing.events import PHASES
 
 # Lost time is grey.
@@ -90,13 +91,10 @@ def part_styles(grids: Iterable[Sequence[str]]) -> dict[str, tuple[str, str | No
 def _stacked(panel, place: int, shares: dict[str, dict[str, float]],
              looks: dict[str, tuple[str, str | None]], size: float) -> None:
     """Draw the bars of forward and backward, with their seconds in letters of this size."""
-    for phase, side in zip(PHASES, (-0.21, 0.21)):
-        whole, bottom = sum(shares[phase].values()), 0.0
-        for name, (colour, hatch) in looks.items():
-            share = 100 * shares[phase].get(name, 0.0) / whole
-            panel.bar(place + side, share, 0.38, bottom, color=colour, edgecolor="white",
-                      linewidth=0.5, hatch=hatch)
-            bottom += share
+    for phase, side in zip(PHASES, SIDES):
+        whole = sum(shares[phase].values())
+        draw_stack(panel, place + side, [
+            (100 * shares[phase].get(name, 0.0) / whole, *look, "") for name, look in looks.items()])
         panel.text(place + side, 101, f"{whole:.2g}", ha="center", va="bottom", fontsize=size)
 
 

@@ -67,7 +67,7 @@ def draw_trace(document: dict[str, Any]):
     about = document.get("otherData", {})
     panel.set_title(str(about.get("title", "")), pad=8 if flat else 84, fontweight="bold")
     _legend(figure, pieces, len(lanes), looks)
-    figure.supxlabel(_remark(about, flat), fontsize=8.5)
+    figure.supxlabel(_remark(about, flat))
     return figure
 
 

@@ -14,23 +14,10 @@ FLOOR = 20           # differences below eps over this are drawn as 0
 
 
 def training_picture(path: str | os.PathLike, record: Measurements) -> Path:
-    """Draw the losses of a training, beside PyTorch's if it trained too.
+    """Draw the losses of a record of kind "training", beside PyTorch's if it trained too.
 
-    Parameters
-    ----------
-    path : path
-        The picture to write; a .png, .svg or .pdf.
-    record : Measurements
-        A record of kind "training".
-
-    Raises
-    ------
-    UsageError
-        When it is to be of another kind.
-    LeftOut
-        When it cannot be drawn.
+    Path and errors are those of `style.save_picture`.
     """
-    style.check_name(path)
     found = {name: variable.values for name, variable in record.variables.items()}
     steps, validated = (np.array(record.scales[name]) for name in ("step", "validated"))
     chosen = record.configuration
@@ -54,11 +41,10 @@ def training_picture(path: str | os.PathLike, record: Measurements) -> Path:
 
 
 def meshes_picture(path: str | os.PathLike, record: Measurements) -> Path:
-    """Draw the losses of trainings on several meshes, and how far they are from one rank's.
+    """Draw the losses of a record of kind "training-meshes", and how far they are from one rank's.
 
-    Parameters and errors as those of `training_picture`; the record is of kind "training-meshes".
+    Path and errors are those of `style.save_picture`.
     """
-    style.check_name(path)
     losses, steps = record.variables["loss"].values, np.array(record.scales["step"])
     apart = loss_differences(record)
     count, dtype = len(losses), str(record.configuration["dtype"])

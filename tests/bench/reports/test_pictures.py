@@ -31,7 +31,7 @@ from support import ROOT
 LONGHORN = machine_model.load_machine("longhorn")
 SIZES = dict(layers=2, hidden=512, heads=8, batch=16, seq=64)
 # What draws, by the modules that make figures; each is covered below.
-MAKERS = {"cube", "prediction", "style"}
+MAKERS = {"cube", "style"}
 
 
 class Texts:
