@@ -63,7 +63,7 @@ FILES = {".".join(path.relative_to(ROOT).with_suffix("").parts): path
 
 # The nodes of a syntax tree that any test here asks for.
 ASKED = {ast.Import, ast.ImportFrom, ast.Compare, ast.match_case, ast.Subscript, ast.Attribute,
-         ast.Dict, ast.FunctionDef, ast.ClassDef}
+         ast.Dict, ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -174,6 +174,37 @@ def test_libraries_are_known_to_few_rooms():
             rooms = PACKAGES.get(name.partition(".")[0])
             assert rooms is None or any(
                 f"{file}.".startswith(f"{r}.") for r in rooms.split()), (file, name)
+
+
+# What may know a command line; the subject of `jobs.own_options` is what options programs take.
+PROGRAMS = {"bench.command_line", "bench.verbs", "bench.__main__", "jobs.__main__",
+            "jobs.own_options", "mm3d.examples"}
+
+
+def given_words(nodes: list[ast.AST]) -> list[int]:
+    """Lines of functions with a parameter for the words of a command line."""
+    return [node.lineno for node in nodes
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+            if any(one.arg == "arguments" or one.annotation and "Namespace" in ast.unparse(
+                one.annotation) for one in (*node.args.posonlyargs, *node.args.args,
+                                            *node.args.kwonlyargs))]
+
+
+def test_the_command_line_is_known_to_verbs_alone():
+    """What is below them takes plain arguments, and can be used from Python; no verb imports
+    another."""
+    for file, path in FILES.items():
+        rooms = {room(name) for name in imported(path) if name.startswith("bench.")}
+        assert room(file) in PROGRAMS or not (
+            rooms & PROGRAMS or given_words(parsed(path))), file
+        assert room(file) != "bench.verbs" or "bench.verbs" not in rooms, file
+
+
+@pytest.mark.parametrize("source", [
+    "def measure(arguments, comm): pass", "f = lambda arguments: 0",
+    "async def plot(*, chosen: Namespace | None): pass"])
+def test_a_command_line_in_a_module_is_seen(source):
+    assert given_words(asked(ast.parse(source))) == [1]
 
 
 def test_only_backends_name_an_array_library():

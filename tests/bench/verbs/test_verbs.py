@@ -1,13 +1,10 @@
 """A verb of ``python -m bench`` is one file, and nothing else is started with it."""
-import ast
-import functools
 import importlib
 import inspect
 import os
 import re
 import shutil
 import sys
-from pathlib import Path
 
 import pytest
 from mpi4py import MPI
@@ -21,14 +18,9 @@ from mm3d import selftest
 from mm3d.training.schedules import build
 from support import ROOT, run_python, run_ranks
 
-FILES = sorted((ROOT / "bench" / "verbs").rglob("*.py"))
 FOLDERS = ("measure", "draw")
 KINDS = [f"{verb} {name}" for verb in FOLDERS for name in verbs.names(verb)]
 NAMES = [name for name in verbs.names() if name not in FOLDERS] + KINDS
-SHARED = sorted((ROOT / "bench" / "command_line").glob("*.py"))
-PROGRAMS = [*(ROOT / name / "__main__.py" for name in ("bench", "jobs")),
-            *(ROOT / "mm3d" / "examples").glob("*.py"),
-            ROOT / "jobs" / "own_options.py"]    # whose subject is what options programs take
 NEW = '''"""Count to a number."""
 
 GROUP = "Look at numbers"
@@ -73,61 +65,6 @@ def test_a_verb_is_a_help_a_heading_options_and_a_function(name):
                                             about)
     wanted = ["arguments", "comm"] if module.ON_ALL_RANKS else ["arguments"]
     assert list(inspect.signature(module.run).parameters) == wanted
-
-
-def test_no_verb_imports_another():
-    for path in FILES:
-        assert not {name for name in imports(path) if name.startswith("bench.verbs.")}, path.name
-
-
-def test_the_command_line_is_known_to_verbs_alone():
-    """What is below them takes plain arguments, and can be used from Python."""
-    wrong = [f"{path.relative_to(ROOT)}: {problem}" for folder in ("mm3d", "bench", "jobs")
-             for path in sorted((ROOT / folder).rglob("*.py"))
-             if path not in [*FILES, *SHARED, *PROGRAMS] for problem in problems(path)]
-    assert wrong == []
-
-
-def problems(path: Path) -> list[str]:
-    """What a module knows of a command line."""
-    if not re.search(r"argparse|command_line|verbs|arguments|Namespace", path.read_text()):
-        return []    # to parse a file takes far longer
-    found = [f"imports {name}" for name in imports(path)
-             if name.startswith(("argparse", "bench.command_line", "bench.verbs"))]
-    for node in nodes_of(path):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
-            for one in [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]:
-                text = ast.unparse(one.annotation) if one.annotation else ""
-                if one.arg == "arguments" or "Namespace" in text:
-                    found.append(f"line {node.lineno}: a parameter {ast.unparse(one)}")
-    return found
-
-
-@functools.lru_cache(1)
-def nodes_of(path: Path) -> list[ast.AST]:
-    """All nodes of a file's syntax tree."""
-    return list(ast.walk(ast.parse(path.read_text())))
-
-
-def imports(path: Path) -> set[str]:
-    """Dotted names of all that a file imports, wherever in it."""
-    found = set()
-    for node in nodes_of(path):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
-
-
-def test_a_command_line_in_a_module_is_seen(tmp_path):
-    path = tmp_path / "module.py"
-    path.write_text("from argparse import Namespace\nfrom bench.verbs import run\n\n"
-                    "def measure(arguments, comm):\n    pass\n\n"
-                    "def plot(chosen: Namespace | None, *arguments):\n    pass\n")
-    assert sorted(problems(path)) == [
-        "imports argparse.Namespace", "imports bench.verbs.run",
-        "line 4: a parameter arguments", "line 7: a parameter chosen: Namespace | None"]
 
 
 def test_a_new_verb_needs_nothing_but_its_file(tmp_path):
