@@ -5,7 +5,6 @@ begun again must not measure a finished row again; and at last it must come to i
 """
 import argparse
 import hashlib
-import json
 import os
 import random
 import signal
@@ -17,7 +16,7 @@ from collections import Counter
 from pathlib import Path
 
 from bench.records import run_file
-from bench.records.journal import NAME
+from bench.records.journal import NAME, read_entries
 from support import ROOT, clean_environment
 
 ROWS = ("--preset", "tiny", "--scheme", "1d-sp", "--ranks", "1,2,3", "--repetitions", "2",
@@ -75,13 +74,8 @@ class Watch:
 
     def journal(self) -> list[dict]:
         """The entries of the journal that are whole."""
-        path, entries = self.folder / NAME, []
-        for line in path.read_text().splitlines() if path.exists() else ():
-            try:
-                entries.append(json.loads(line))
-            except ValueError:
-                continue
-        return entries
+        path = self.folder / NAME
+        return read_entries(path) if path.exists() else []
 
 
 def kill_and_go_on(folder: Path, kills: int, seed: int, longest: float) -> dict[str, int]:

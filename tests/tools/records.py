@@ -1,6 +1,7 @@
 """Made-up runs for the tests of files, tables and figures, and their tables as text."""
 from dataclasses import replace
 from pathlib import Path
+from typing import Callable, Iterable
 
 import numpy as np
 
@@ -30,6 +31,12 @@ def draw_only(monkeypatch, *names: str) -> None:
     """Let reports of rows have no other figures than these."""
     for name in every_figure.FIGURES.keys() - {*names}:
         monkeypatch.delitem(every_figure.FIGURES, name)
+
+
+def drawn(panel) -> dict[str, list[list[float]]]:
+    """The points of a panel's lines by their labels."""
+    return {line.get_label(): line.get_xydata().tolist() for line in panel.lines
+            if not line.get_label().startswith("_")}
 
 
 def format_record(record: Measurements) -> str:
@@ -116,6 +123,12 @@ def environment(ranks: int, oversubscribed: bool) -> dict:
             "blas_architecture": "Some", "blas_threads": 1, "backend": "numpy",
             "numpy_version": "2.0", "python": "3.11", "git_commit": "0123456789abcdef",
             "git_clean": True}
+
+
+def write_rows(folder: Path, rows: Iterable[Row], make: Callable[[Row], Run]) -> None:
+    """Write a run of each of these rows, made by `make`, into a folder."""
+    for row in rows:
+        run_file.write_run(make(row), folder, make_case(row, "laptop").name)
 
 
 def write_all(folder, **options):

@@ -26,6 +26,7 @@ import h5py
 import numpy as np
 
 from bench.instruments.leftover_memory import abandoned_segments, remove_segments
+from bench.records.journal import read_entries
 from mm3d import launcher
 from mm3d.checkpoints.folder import checkpoints
 from support import ROOT, clean_environment, processes_of
@@ -90,14 +91,8 @@ class Job:
 
     def lines(self) -> list[dict]:
         """The history, without the seconds of steps; a line that was cut short is left out."""
-        found = []
-        for line in self.history.read_text().splitlines() if self.history.exists() else ():
-            try:
-                found.append({key: value for key, value in json.loads(line).items()
-                              if key != "seconds"})
-            except ValueError:
-                continue
-        return found
+        return [{key: value for key, value in entry.items() if key != "seconds"}
+                for entry in (read_entries(self.history) if self.history.exists() else ())]
 
 
 def memory_of(folder: Path) -> Path:

@@ -212,15 +212,6 @@ def test_all_are_one_line_each():
     assert "llama3: Table 4, MFU %, 16384 8192: 41 differs" in out
 
 
-@pytest.mark.parametrize("name, match", [
-    ("megablock", "paper 'megablock' is unknown: choose one of .*; did you mean megablocks"),
-    ("/no/such.toml", "such.toml: there is no such file; a file such as those in")])
-def test_an_unknown_paper_is_refused(name, match, capsys):
-    assert main(["reproduce", "--paper", name]) == 2
-    said = capsys.readouterr().err
-    assert re.search(match, said) and said.count("\n") == 1
-
-
 @pytest.mark.parametrize("change, match", [
     (('title = "Made up"', ""), "made.toml: missing required field title"),
     (('name = "Table 1"', ""), r"tables\[0\]: missing required field name"),
@@ -247,11 +238,6 @@ def test_a_file_that_is_not_complete_is_refused_in_one_line(change, match, made,
     said = capsys.readouterr()
     assert said.out == "" and re.search(match, said.err), said.err
     assert said.err.startswith("error: ") and said.err.count("\n") == 1
-
-
-def test_papers_are_computed_without_options_of_measurements(capsys):
-    assert main(["reproduce", "--paper", "zero", "--preset=tiny", "--fresh"]) == 2
-    assert "measures nothing: leave --preset, --fresh out" in capsys.readouterr().err
 
 
 def test_measuring_does_not_import_what_papers_need():

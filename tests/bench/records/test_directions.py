@@ -13,7 +13,7 @@ from bench.instruments import spans
 from bench.instruments.step_tracing import parts_group
 from bench.records import model_run, run_file
 from bench.records.folder import read_folder
-from bench.records.measurements import Group, grid_settings, grid_shape
+from bench.records.measurements import Group, grid_settings
 from bench.reports import merit, time_parts
 from bench.reports.figures import time_shares
 from bench.reports.formats import render
@@ -188,12 +188,3 @@ def test_directions_that_cannot_be_are_refused(tmp_path, labels, match):
     run.groups["traffic"].scales["axis"] = labels
     with pytest.raises(StoreError, match=match):
         run_file.read_run(run_file.write_run(run, tmp_path, "a"))
-
-
-@pytest.mark.parametrize("settings, names, sizes", [
-    ({"grid": "2 x 4", "grid_axes": "x y"}, "xy", (2, 4)),
-    ({"grid": "2 x 1 x 2 x 2", "grid_axes": "d x y z"}, "dxyz", (2, 1, 2, 2))])
-def test_the_grid_that_a_configuration_states(settings, names, sizes):
-    shape = grid_shape(settings)
-    assert shape == GridShape(names, sizes)
-    assert grid_shape(grid_settings(shape)) == shape

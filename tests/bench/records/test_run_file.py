@@ -161,7 +161,7 @@ DAMAGED = "is truncated, damaged, or no HDF5 file"
 
 @pytest.mark.parametrize("spoil, message", [
     (lambda path: os.truncate(path, path.stat().st_size // 2), DAMAGED),
-    (lambda path: os.truncate(path, 0), DAMAGED), (flip, DAMAGED),
+    (lambda path: os.truncate(path, 0), DAMAGED), (flip, DAMAGED), (os.unlink, "does not exist"),
     (spoils("/", key="format"), "is an HDF5 file, but not an mm3d run"),
     (sets("/", schema_version=run_file.SCHEMA + 1),
      "has schema version 4; this mm3d reads version 3: update mm3d"),
@@ -173,11 +173,6 @@ def test_what_is_no_run_is_named(tmp_path, spoil, message):
     with pytest.raises(StoreError, match=message) as caught:
         run_file.read_run(path)
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_no_file_at_all(tmp_path):
-    with pytest.raises(StoreError, match="nothing.h5 does not exist"):
-        run_file.read_run(tmp_path / "nothing.h5")
 
 
 def test_folders_are_made_and_must_be_writable(tmp_path):

@@ -128,13 +128,6 @@ def test_runs_may_lie_in_folders_of_their_own(tmp_path, capsys):
     assert "weak 1-D 8 ranks, laptop: 1 and 3" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [["a"], [], ["--before", "a"], ["a", "b", "--after", "c"],
-                                   ["a", "b", "c"]])
-def test_sides_that_cannot_be_meant(words, capsys):
-    assert main(["compare", *words]) == 2
-    assert "name them all after --before and after --after" in capsys.readouterr().err
-
-
 def test_runs_of_one_side_that_differ_are_said(sets, capsys):
     a = write_set(sets[0], 0, rows=ROWS[:1],
                   environment={"git_commit": "a" * 40})
@@ -197,12 +190,6 @@ def test_damaged_files_are_named_and_a_folder_of_them_is_refused(sets, capsys):
     assert main(["compare", a, str(sets[1] / "none")]) == 2
     assert capsys.readouterr().err == (
         f"error: {sets[1] / 'none'} is no folder of results, and no file\n")
-
-
-def test_a_limit_that_cannot_be_meant(sets, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(["compare", *map(str, sets), "--fail-on-regression", "-3"])
-    assert "--fail-on-regression: '-3': a number of at least 0" in capsys.readouterr().err
 
 
 def products(factor, transport):

@@ -11,7 +11,7 @@ from bench.records import run_file
 from bench.records.folder import read_folder
 from bench.reports.emulation.row import of_run
 from bench.reports.figures import emulation, every_figure, style, talk
-from records import emulated_run, made_up
+from records import drawn, emulated_run, made_up
 
 SECONDS = {"1d": 30.0, "2d": 120.0, "3d": 60.0}
 
@@ -45,18 +45,13 @@ def panels(figure):
     return np.array(figure.axes).reshape(2, 3)
 
 
-def points_of(panel):
-    return {line.get_label(): line.get_xydata().tolist() for line in panel.lines
-            if not line.get_label().startswith("_")}
-
-
 def test_seconds_are_at_the_machines_scale_beside_published_ones_and_words(
         results, figure, panels):
     assert "real messages, modelled arithmetic" in figure.get_suptitle()
     for line, table in zip(panels, ("weak", "strong")):
         rows = select_rows(table, "2d")
         runs = [results.get(row) for row in rows]
-        found = [points_of(panel)["2-D"] for panel in line]
+        found = [drawn(panel)["2-D"] for panel in line]
         expected = [[row.recomputed for row in rows],
                     [of_run(row, run).average for row, run in zip(rows, runs)],
                     [run.traffic["words"].sum() / run.ranks / run.configuration["batch"]
@@ -71,8 +66,8 @@ def test_axes_of_a_row_are_of_one_kind_and_span_one_ratio(panels):
         assert len({round(high / low, 6) for low, high in limits}) == 1
         assert {panel.get_yscale() for panel in line} == {"log"}
         for panel, (low, high) in zip(line, limits):
-            drawn = [y for one in panel.lines for y in one.get_ydata()]
-            assert low < min(drawn) and max(drawn) < high
+            values = [y for one in panel.lines for y in one.get_ydata()]
+            assert low < min(values) and max(values) < high
 
 
 def test_labels_are_the_ratios_of_the_tables_and_are_marked_like_them(panels):

@@ -17,8 +17,9 @@ from bench.reports.figures import (against_ranks, by_scheme, every_figure, exper
                                    roofline_and_memory, style, time_shares)
 from bench.reports.merit_rows import merit_table
 from mm3d.grid.axis import COLLECTIVES
-from records import PARTS, limited, made_up, matmul_record, traced, write_all
-from support import ROOT, status_of
+from records import (PARTS, drawn, limited, made_up, matmul_record, traced, write_all,
+                     write_rows)
+from support import ROOT
 
 
 @pytest.fixture(scope="module")
@@ -26,12 +27,6 @@ def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("results")
     write_all(folder)
     return read_folder(folder).results[0]
-
-
-def drawn(panel):
-    """The points of a panel's lines by their labels."""
-    return {line.get_label(): line.get_xydata().tolist() for line in panel.lines
-            if not line.get_label().startswith("_")}
 
 
 def test_published_beside_measured(results):
@@ -46,9 +41,8 @@ def test_published_beside_measured(results):
 
 
 def test_many_schemes_have_one_legend_that_says_which_are_not_published(tmp_path):
-    rows = [*select_rows("weak", "3d"), *select_rows("weak", "2.5d,faces,1d-sp", ranks=64)]
-    for row in rows:
-        run_file.write_run(made_up(row), tmp_path, make_case(row, "laptop").name)
+    write_rows(tmp_path, [*select_rows("weak", "3d"), *select_rows(
+        "weak", "2.5d,faces,1d-sp", ranks=64)], made_up)
     results = read_folder(tmp_path).results[0]
     for draw in (against_ranks.draw_step_times, against_ranks.draw_scaling):
         figure = draw(results)
@@ -108,8 +102,8 @@ def test_speed_up_and_efficiency(results):
 
 
 def test_every_scheme_that_was_run_has_its_colour(tmp_path):
-    for row in (select_rows("weak", "1d-sp", ranks=27)[0], select_rows("weak", "3d")[0]):
-        run_file.write_run(made_up(row), tmp_path, make_case(row, "laptop").name)
+    write_rows(tmp_path, (select_rows("weak", "1d-sp", ranks=27)[0], select_rows("weak", "3d")[0]),
+               made_up)
     published, measured, *_ = against_ranks.draw_step_times(read_folder(tmp_path).results[0]).axes
     colours = {line.get_label(): line.get_color() for line in measured.lines
                if not line.get_label().startswith("_")}
@@ -151,12 +145,6 @@ def test_files_in_every_format_the_same_each_time(tmp_path, capsys):
         assert path.read_bytes() == files[path.name], path.name
 
 
-def test_what_cannot_be_drawn_is_said(tmp_path, capsys):
-    words = ["report", str(tmp_path), "--figures", "--figure-format", "png,bmp"]
-    assert status_of(main, words) == 2
-    assert "'bmp' is unknown: choose one of png, svg, pdf" in capsys.readouterr().err
-
-
 def test_crowded_ranks_are_said_below(tmp_path):
     row = select_rows("weak", "3d")[1]
     run_file.write_run(made_up(row, oversubscribed=True), tmp_path, "weak")
@@ -178,8 +166,7 @@ def test_a_presets_name_cannot_leave_the_folder(tmp_path):
 
 
 def test_where_the_time_goes_is_stacked_to_the_whole(tmp_path):
-    for row in select_rows("weak", "1d,3d")[:2]:
-        run_file.write_run(traced(row), tmp_path, make_case(row, "laptop").name)
+    write_rows(tmp_path, select_rows("weak", "1d,3d")[:2], traced)
     figure = time_shares.draw_time_shares(read_folder(tmp_path).results[0])
     weak, strong = figure.axes
     assert [tick.get_text() for tick in weak.get_xticklabels()] == ["1-D\n8 ranks",

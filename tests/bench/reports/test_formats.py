@@ -176,12 +176,6 @@ def test_overlap_is_in_the_tables_of_a_dry_run(capsys):
     assert peaks[0] < peaks[1]
 
 
-def test_a_wrong_format_gets_one_message(tmp_path, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["report", str(tmp_path), "--format", "word"])
-    assert ended.value.code == 2 and "'word' is unknown" in capsys.readouterr().err
-
-
 def test_products_of_several_runs_share_a_table():
     table, notes = micro_tables.make_parts([matmul_record(), matmul_record()])
     assert len(table.rows) == 4

@@ -37,15 +37,3 @@ def test_a_layer_is_shown_part_by_part(capsys):
     assert [row[:3] for row in parts["rows"][:2]] == [["ln1", "outer", ",x,"],
                                                       ["attention.qkv", "inner", ",,x"]]
     assert {row[0] for row in beside["rows"]} == {"all-gather along x", "reduce-scatter along x"}
-
-
-@pytest.mark.parametrize("words, said", [
-    (["--grid=4x4x4"], "--grid 4x4x4: 64 ranks are too many to be seen: 32 at most would do"),
-    (["--form=layer", "--shape=8"], "--shape is that of a product: leave it out"),
-    (["--shape=65"], "--shape 65,65,65: sizes to 64 would do"),
-    (["--scheme=1d-sp"], "no products of plain matrices: the form up or down"),
-    (["--scheme=2d", "--grid=2x1"], "needs a square grid"),
-    (["--out=a.jpg"], "a.jpg: a picture's name ends in .png, .svg, .pdf or .gif")])
-def test_what_cannot_be_shown_is_refused(capsys, words, said):
-    assert main(["cube", *words]) == 2
-    assert said in capsys.readouterr().err

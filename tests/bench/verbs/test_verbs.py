@@ -131,7 +131,23 @@ WRONG = [("mesure", "did you mean measure?"), ("measure gem", "did you mean gemm
          ("doctor --gpu whole --out /tmp --variable A=b", "--variable would do nothing here"),
          ("report . --page --out .", "--out .: a file in a folder that is there"),
          ("plan --ranks 8 --hidden 64 --pictures /dev/null", "folder /dev/null cannot be written"),
-         ("cube --shape 1", "some of the 8 ranks have nothing to multiply: sizes from 8"),
+         *((f"cube --{words}", said) for words, said in (
+             ("shape 1", "some of the 8 ranks have nothing to multiply: sizes from 8"),
+             ("grid=4x4x4", "--grid 4x4x4: 64 ranks are too many to be seen: 32 at most would do"),
+             ("form=layer --shape=8", "--shape is that of a product: leave it out"),
+             ("shape=65", "--shape 65,65,65: sizes to 64 would do"),
+             ("scheme=1d-sp", "no products of plain matrices: the form up or down"),
+             ("scheme=2d --grid=2x1", "needs a square grid"),
+             ("out=a.jpg", "a.jpg: a picture's name ends in .png, .svg, .pdf or .gif"))),
+         *((f"compare {words}", "name them all after --before and after --after") for words in (
+             "a", "", "--before a", "a b --after c", "a b c")),
+         ("compare a b --fail-on-regression -3", "regression: '-3': a number of at least 0"),
+         ("report . --format word", "'word' is unknown"),
+         ("report . --figures --figure-format bmp", "'bmp' is unknown: choose one of png, svg, pdf"),
+         ("reproduce --paper megablock", "paper 'megablock' is unknown: choose one of "),
+         ("reproduce --paper megablock", "; did you mean megablocks"),
+         ("reproduce --paper /no/such.toml", "such.toml: there is no such file; a file such as"),
+         ("reproduce --paper zero --preset=tiny --fresh", "nothing: leave --preset, --fresh out"),
          *((old, f"{old} is called {new} now") for old, new in verbs.RENAMED.items())]
 
 
