@@ -119,7 +119,9 @@ class Measurements:
     @functools.cached_property
     def derived(self) -> dict[str, Variable]:
         """What follows from the raw variables; see `bench.records.kinds`."""
-        return kinds.derive(self)
+        dims = schema.derived(self.kind)
+        return {name: Variable(np.asarray(values), units, tuple(dims[name].split()))
+                for name, (values, units) in kinds.derive(self).items()}
 
     @property
     def variables(self) -> dict[str, Variable]:

@@ -111,7 +111,8 @@ def shown_rows(results: Results, table: str) -> list[Row]:
 
 def ratio_parts(results: Results, groups: list[list[Emulated]]) -> list[Table]:
     """Make the tables of the speed-ups of 3-D; with predictions where a cluster was emulated."""
-    tables = [table for group in groups for table in emulation_tables.speed_ups_tables(group)]
+    tables = [emulation_tables.speed_ups_table(*one, True) for group in groups
+              for one in emulation_tables.by_heading(group)]
     if not groups:
         tables = [speed_ups.speed_up_table(HEADINGS[name], name, results) for name in HEADINGS
                   if is_compared(results, name)]

@@ -3,7 +3,8 @@
 ``NAME.py`` in this folder is the kind NAME ("gpu" stands for all that begin so) and needs to be
 named nowhere else. All of these may be in it:
 
-- ``derive(record)`` returns the variables that follow from the raw ones;
+- ``derive(record)`` returns the variables that follow from the raw ones: numbers and units by
+  name, whose dimensions the schema states;
 - ``check_texts(record)`` checks texts that readers parse;
 - ``tables(records)`` makes the tables of records of this kind, with notes, from columns
   (`bench.document.Column`). Without it, tables show all variables by their dimensions
@@ -37,13 +38,13 @@ import numpy as np
 from bench.cluster.spec import Cluster
 from bench.statistics import median_interval
 
-BOUND = ("bound",)    # the last dimension of medians and their intervals
 BOUNDS = ("median", "low", "high", "confidence")
+Derived = dict[str, tuple[Any, str]]    # numbers and units, by name
 NAMES = {path.stem for path in Path(__file__).parent.glob("*.py")} - {"__init__"}
 
 
-def derive(record: Any) -> dict[str, Any]:
-    """Compute the variables that follow from the measured ones.
+def derive(record: Any) -> Derived:
+    """Compute the numbers that follow from the measured ones.
 
     Raises
     ------

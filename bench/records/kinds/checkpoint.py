@@ -3,8 +3,8 @@
 import math
 
 from bench.document import Column, Notes, Part, make_table, spread
-from bench.records.kinds import BOUND, each, medians
-from bench.records.measurements import Measurements, Place, Variable, list_places
+from bench.records.kinds import Derived, each, medians
+from bench.records.measurements import Measurements, Place, list_places
 from bench.records.notes import describe_machine
 
 SCHEMAS = {
@@ -19,12 +19,11 @@ SCHEMAS = {
 OF_THE_DISK = {"save": "disk write", "restore": "disk read"}
 
 
-def derive(record: Measurements) -> dict[str, Variable]:
+def derive(record: Measurements) -> Derived:
     """Return seconds and bytes a second by operation."""
     seconds = medians(record.raw["samples"].values)
     rate = float(record.raw["bytes"].values) / seconds[:, 0]
-    return {"seconds": Variable(seconds, "s", ("operation", *BOUND)),
-            "rate": Variable(rate, "byte s-1", ("operation",))}
+    return {"seconds": (seconds, "s"), "rate": (rate, "byte s-1")}
 
 
 @each

@@ -7,8 +7,8 @@ import numpy as np
 
 from bench.document import Column, Notes, Number, Part, make_table, number_cell
 from bench.least_squares import fit_line
-from bench.records.kinds import BOUND, each, medians, require_as_many
-from bench.records.measurements import Measurements, Place, Variable, grid_shape, list_places
+from bench.records.kinds import Derived, each, medians, require_as_many
+from bench.records.measurements import Measurements, Place, grid_shape, list_places
 from bench.records.notes import describe_machine
 from mm3d.arrays.blocks import block_lengths
 from mm3d.grid.shape import GridShape
@@ -36,13 +36,12 @@ SCHEMAS = {
             "wire_least": "axis collective node"},
         "labels": {"way": [["grid", "mpi"]]}}}
 
-POINT = ("axis", "collective")
 # Shown instead of a bandwidth for a collective whose result is read in place.
 IN_PLACE = {"all_gather": "copies nothing", "broadcast": "root copies"}
 WAYS = {"grid": "by the grid's transport", "mpi": "by MPI's own algorithm"}
 
 
-def derive(record: Measurements) -> dict[str, Variable]:
+def derive(record: Measurements) -> Derived:
     """Return seconds, bus bandwidths, the fit alpha + beta n, and the least between nodes."""
     sizes = np.array(record.scales["size"], float)
     seconds = medians(record.raw["samples"].values)
@@ -50,16 +49,13 @@ def derive(record: Measurements) -> dict[str, Variable]:
     alpha, beta, error = np.moveaxis(lines.reshape(*seconds.shape[:2], 3), -1, 0)
     copies = ~left_in_place(record)[..., None]
     moved = record.raw["bytes_moved"].values
-    found = {"seconds": Variable(seconds, "s", (*POINT, "size", *BOUND)),
-             "bandwidth": Variable(np.where(copies, moved / seconds[..., 0], np.nan), "byte s-1",
-                                   (*POINT, "size")),
-             "alpha": Variable(alpha, "s", POINT), "beta": Variable(beta, "s byte-1", POINT),
-             "fit_error": Variable(error, "1", POINT)}
+    found = {"seconds": (seconds, "s"), "alpha": (alpha, "s"), "beta": (beta, "s byte-1"),
+             "bandwidth": (np.where(copies, moved / seconds[..., 0], np.nan), "byte s-1"),
+             "fit_error": (error, "1")}
     if "mpi_samples" in record.raw:
-        found["mpi_seconds"] = Variable(medians(record.raw["mpi_samples"].values), "s",
-                                        (*POINT, "size", *BOUND))
+        found["mpi_seconds"] = medians(record.raw["mpi_samples"].values), "s"
     if "wire_received" in record.raw:
-        found["wire_least"] = Variable(_least_bytes(record), "byte", (*POINT, "node"))
+        found["wire_least"] = _least_bytes(record), "byte"
     return found
 
 

@@ -10,8 +10,8 @@ from typing import Iterable, Sequence
 import numpy as np
 
 from bench.document import Column, Notes, Part, make_table, spread
-from bench.records.kinds import BOUND, medians
-from bench.records.measurements import Measurements, Variable
+from bench.records.kinds import Derived, medians
+from bench.records.measurements import Measurements
 from bench.records.notes import MODELLED, describe_cluster, largest_error
 
 SCHEMAS = {
@@ -35,13 +35,13 @@ SCHEMAS = {
 GOAL_ERROR, GOAL_CHOICE = 0.1, 0.05    # of predictions in the median, and of the planner's choice
 
 
-def derive(record: Measurements) -> dict[str, Variable]:
+def derive(record: Measurements) -> Derived:
     """Return the seconds of a step at undilated rates, and the share that software takes."""
     samples = record.raw["samples"].values
-    found = {"seconds": Variable(medians(samples / slowed(record)), "s", BOUND)}
+    found = {"seconds": (medians(samples / slowed(record)), "s")}
     if "software" in record.raw:
-        share = np.median(record.raw["software"].values) / np.median(samples)
-        found["share_of_software"] = Variable(np.array(share), "1", ())
+        found["share_of_software"] = (
+            np.median(record.raw["software"].values) / np.median(samples), "1")
     return found
 
 

@@ -3,8 +3,8 @@
 import numpy as np
 
 from bench.document import Column, Notes, Part, make_table, spread
-from bench.records.kinds import BOUND, each, medians
-from bench.records.measurements import Measurements, Place, Variable, list_places
+from bench.records.kinds import Derived, each, medians
+from bench.records.measurements import Measurements, Place, list_places
 from bench.records.notes import counted, equal_rate_notes, largest_error
 from mm3d.model.experts.totals import utilisation_entropy
 
@@ -33,7 +33,7 @@ SCHEMAS = {
             "phase": [["forward", "backward"]]}}}
 
 
-def derive(record: Measurements) -> dict[str, Variable]:
+def derive(record: Measurements) -> Derived:
     """Compute seconds and ratios, seconds of parts, and statistics of the routing."""
     samples, tokens, dropped, words = (record.raw[name].values for name in (
         "samples", "tokens", "dropped", "words"))
@@ -44,16 +44,12 @@ def derive(record: Measurements) -> dict[str, Variable]:
     # them up, too.
     bandwidth = item * words.max(axis=1) / parts[:, :, sending, 0].sum((1, 2))
     return {
-        "seconds": Variable(medians(samples), "s", ("routing", "kind", *BOUND)),
-        "ratio": Variable(medians(samples / samples[:, :1]), "1", ("routing", "kind", *BOUND)),
-        "share_of_one_product": Variable(medians(samples[:, 2] / samples[:, 1]), "1",
-                                         ("routing", *BOUND)),
-        "part_seconds": Variable(parts, "s", ("routing", "phase", "part", *BOUND)),
-        "dropped_share": Variable(dropped.sum(1) / tokens.sum((1, 2)), "1", ("routing",)),
-        "entropy": Variable(np.array([utilisation_entropy(one) for one in tokens]), "1",
-                            ("routing",)),
-        "bandwidth": Variable(np.where(bandwidth > 0, bandwidth, np.nan), "byte s-1",
-                              ("routing",))}
+        "seconds": (medians(samples), "s"), "ratio": (medians(samples / samples[:, :1]), "1"),
+        "share_of_one_product": (medians(samples[:, 2] / samples[:, 1]), "1"),
+        "part_seconds": (parts, "s"),
+        "dropped_share": (dropped.sum(1) / tokens.sum((1, 2)), "1"),
+        "entropy": ([utilisation_entropy(one) for one in tokens], "1"),
+        "bandwidth": (np.where(bandwidth > 0, bandwidth, np.nan), "byte s-1")}
 
 
 @each

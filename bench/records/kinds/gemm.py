@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from bench.records.kinds import BOUND, each, medians
+from bench.records.kinds import Derived, each, medians
 from bench.document import Column, Notes, Part, make_table, spread
-from bench.records.measurements import Measurements, Variable, list_places
+from bench.records.measurements import Measurements, list_places
 from bench.records.notes import counted, describe_machine
 
 SCHEMAS = {
@@ -16,13 +16,11 @@ SCHEMAS = {
         "derived": {"rate": "dtype threads size", "seconds": "dtype threads size bound"}}}
 
 
-def derive(record: Measurements) -> dict[str, Variable]:
+def derive(record: Measurements) -> Derived:
     """Return seconds and operations a second by dtype, threads and size."""
     seconds = medians(record.raw["samples"].values)
     flops = 2 * np.array(record.scales["size"], np.float64) ** 3
-    dims = ("dtype", "threads", "size")
-    return {"seconds": Variable(seconds, "s", (*dims, *BOUND)),
-            "rate": Variable(flops / seconds[..., 0], "s-1", dims)}
+    return {"seconds": (seconds, "s"), "rate": (flops / seconds[..., 0], "s-1")}
 
 
 @each

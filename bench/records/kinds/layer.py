@@ -3,11 +3,9 @@
 import math
 from typing import Callable, Sequence
 
-import numpy as np
-
 from bench.document import Column, Notes, Part, make_table, spread
-from bench.records.kinds import BOUND, medians
-from bench.records.measurements import Measurements, Place, Variable, list_places
+from bench.records.kinds import Derived, medians
+from bench.records.measurements import Measurements, Place, list_places
 from bench.records.notes import (counted, describe_cluster, describe_libraries,
                                  equal_rate_notes, largest_error)
 from bench.statistics import elapsed
@@ -30,13 +28,12 @@ SCHEMAS = {
                             for beside in ("PyTorch", "ColossalAI")]}}}
 
 
-def derive(record: Measurements) -> dict[str, Variable]:
+def derive(record: Measurements) -> Derived:
     """Return seconds by kind, their ratios to those of the layer, and its operations."""
     spans = elapsed(record.raw["times"].values).T    # (kind, repetition)
     sizes = ModelSizes.from_settings(record.configuration)
-    return {"seconds": Variable(medians(spans), "s", ("kind", *BOUND)),
-            "ratio": Variable(medians(spans / spans[0]), "1", ("kind", *BOUND)),
-            "flops": Variable(np.array(sum(cost.flops(sizes).values())), "1", ())}
+    return {"seconds": (medians(spans), "s"), "ratio": (medians(spans / spans[0]), "1"),
+            "flops": (sum(cost.flops(sizes).values()), "1")}
 
 
 def tables(records: Sequence[Measurements]) -> list[Part]:

@@ -6,10 +6,9 @@ from typing import Mapping, Sequence
 import numpy as np
 
 from bench.document import Column, Notes, Part, make_table, spread
-from bench.records.kinds import BOUND, medians
+from bench.records.kinds import Derived, medians
 from bench.records.kinds.products import copied_operands
-from bench.records.measurements import (Measurements, Place, Setting, Variable, grid_shape,
-                                        list_places)
+from bench.records.measurements import Measurements, Place, Setting, grid_shape, list_places
 from bench.records.notes import counted, describe_machine, largest_error, words_note
 from bench.statistics import elapsed
 from mm3d.model import cost
@@ -35,17 +34,16 @@ RESULTS = {"forward": ("C",), "backward": ("dA", "dB")}
 RATIOS = {"efficiency": (2, 0), "ceiling": (2, 1), "share_of_the_ceiling": (1, 0)}    # of kinds
 
 
-def derive(record: Measurements) -> dict[str, Variable]:
+def derive(record: Measurements) -> Derived:
     """Return seconds a call by phase and kind, their ratios, operations and the lower bound."""
     spans = elapsed(record.raw["times"].values).swapaxes(1, 2)    # (phase, kind, repetition)
     sizes = [record.configuration[name] for name in "MNK"]
     products = np.array([len(RESULTS[phase]) for phase in record.scales["phase"]])
     return {
-        "seconds": Variable(medians(spans), "s", ("phase", "kind", *BOUND)),
-        "flops": Variable(products * 2 * np.prod(sizes, dtype=np.int64), "1", ("phase",)),
-        "least_words": Variable(products * cost.lower_bound(*sizes, len(record.scales["rank"])),
-                                "1", ("phase",)),
-        **{name: Variable(medians(spans[:, above] / spans[:, below]), "1", ("phase", *BOUND))
+        "seconds": (medians(spans), "s"),
+        "flops": (products * 2 * np.prod(sizes, dtype=np.int64), "1"),
+        "least_words": (products * cost.lower_bound(*sizes, len(record.scales["rank"])), "1"),
+        **{name: (medians(spans[:, above] / spans[:, below]), "1")
            for name, (above, below) in RATIOS.items()}}
 
 

@@ -4,10 +4,8 @@ Useful operations are those of all matrix products of a step, each product once,
 backward repeats or several ranks duplicate.
 """
 
-import numpy as np
-
-from bench.records.kinds import require_as_many
-from bench.records.measurements import Measurements, Variable
+from bench.records.kinds import Derived, require_as_many
+from bench.records.measurements import Measurements
 from mm3d import ModelSizes
 from mm3d.grid.axis import COLLECTIVES
 from mm3d.model import cost
@@ -86,13 +84,12 @@ SCHEMAS = {
         "labels": {"phase": [["forward", "backward"]]}}}
 
 
-def derive(record: Measurements) -> dict[str, Variable]:
+def derive(record: Measurements) -> Derived:
     """Return the useful operations of a step, and those that recomputation repeats."""
     sizes = ModelSizes.from_settings(record.configuration)
     sizes.check()
     again = cost.flops_again(sizes, str(record.configuration.get("recompute", "none")))
-    counts = {"flops": sum(cost.flops(sizes).values()), "flops_again": again}
-    return {name: Variable(np.array(count), "1", ()) for name, count in counts.items()}
+    return {"flops": (sum(cost.flops(sizes).values()), "1"), "flops_again": (again, "1")}
 
 
 def check_texts(run: Measurements) -> None:

@@ -8,8 +8,8 @@ from typing import Sequence
 import numpy as np
 
 from bench.document import Column, Notes, Part, make_table, spread
-from bench.records.kinds import BOUND, medians, named
-from bench.records.measurements import Measurements, Place, Variable
+from bench.records.kinds import Derived, medians, named
+from bench.records.measurements import Measurements, Place
 from bench.records.notes import describe_cluster, equal_rate_notes
 from bench.statistics import elapsed
 from mm3d.training.schedules import Schedule, Times, check, clock, parse_schedule
@@ -45,28 +45,26 @@ OF_A_TABLE = ("work", "about_work", "wait_F", "wait_B", "wait_W", "scheme", "gri
               "layers", "hidden", "heads", "seq", "dtype", "recompute", "reference")
 
 
-def derive(record: Measurements) -> dict[str, Variable]:
+def derive(record: Measurements) -> Derived:
     """Return seconds and bubble of a step, those of the clock, and those of a reference."""
     schedule = parse_schedule(str(record.configuration["schedule_text"]))
     raw = {name: variable.values for name, variable in record.raw.items()}
     times = raw["times"]
     steps, hop = durations(times, schedule), float(np.median(raw["hop_samples"]))
     timeline = clock_timeline(schedule, steps, hop)
-    found = {"seconds": Variable(medians(step_seconds(times)), "s", BOUND),
-             "bubble": Variable(medians(bubble_rates(times, schedule)), "1", BOUND),
-             "durations": Variable(steps, "s", ("step", "stage")),
-             "hop": Variable(np.array(hop), "s", ()),
-             "clock_seconds": Variable(np.array(float(timeline.makespan)), "s", ()),
-             "clock_bubble": Variable(np.array(float(timeline.bubble_rate)), "1", ())}
+    found = {"seconds": (medians(step_seconds(times)), "s"),
+             "bubble": (medians(bubble_rates(times, schedule)), "1"),
+             "durations": (steps, "s"), "hop": (hop, "s"),
+             "clock_seconds": (float(timeline.makespan), "s"),
+             "clock_bubble": (float(timeline.bubble_rate), "1")}
     if "reference_times" in raw:
         sides = [times, raw["reference_times"]]
         own, reference = map(step_seconds, sides)
-        found |= {"reference_seconds": Variable(medians(reference), "s", BOUND),
-                  "ratio": Variable(medians(reference / own), "1", BOUND)}
+        found |= {"reference_seconds": (medians(reference), "s"),
+                  "ratio": (medians(reference / own), "1")}
         if "slept" in raw:
-            found["overhead"] = Variable(np.array([
-                medians(overheads(*side, schedule)) for side in zip(sides, raw["slept"])]),
-                "s", ("side", *BOUND))
+            found["overhead"] = [medians(overheads(*side, schedule))
+                                 for side in zip(sides, raw["slept"])], "s"
     return found
 
 

@@ -6,8 +6,8 @@ from typing import Sequence
 import numpy as np
 
 from bench.document import Column, Notes, Part, Table, make_table, spread
-from bench.records.kinds import BOUND, each, medians, named, require_as_many
-from bench.records.measurements import Measurements, Place, Variable, list_places
+from bench.records.kinds import Derived, each, medians, named, require_as_many
+from bench.records.measurements import Measurements, Place, list_places
 from bench.records.notes import describe_cluster, largest_error
 from bench.statistics import median_interval
 from mm3d.grid.layout import Layout
@@ -30,21 +30,20 @@ SCHEMAS = {
             "least_words_with_memory": "scheme", "seconds": "scheme bound"}}}
 
 
-def derive(record: Measurements) -> dict[str, Variable]:
+def derive(record: Measurements) -> Derived:
     """Return seconds and closed forms of each product, and the lower bounds of words."""
     chosen, ranks = record.configuration, len(record.scales["rank"])
     form, shape = chosen["form"], tuple(chosen[name] for name in "MNK")
     words = record.raw["memory_alone"].values / np.dtype(chosen["dtype"]).itemsize
     grids = record_grids(record.scales["scheme"], chosen["grids"])
     return {
-        "seconds": Variable(medians(record.raw["samples"].values), "s", ("scheme", *BOUND)),
-        "closed_form_words": Variable(np.array([
+        "seconds": (medians(record.raw["samples"].values), "s"),
+        "closed_form_words": (np.array([
             closed_form_words(name, form, sizes, shape) for name, sizes in grids.items()], float),
-            "1", ("scheme",)),
-        "least_words": Variable(np.array(cost.lower_bound(*shape, ranks)), "1", ()),
-        "least_words_with_memory": Variable(np.array([
-            cost.lower_bound_with_memory(*shape, ranks, each) for each in words]),
-            "1", ("scheme",))}
+            "1"),
+        "least_words": (cost.lower_bound(*shape, ranks), "1"),
+        "least_words_with_memory": (
+            [cost.lower_bound_with_memory(*shape, ranks, each) for each in words], "1")}
 
 
 def check_texts(run: Measurements) -> None:

@@ -5,8 +5,8 @@ import math
 import numpy as np
 
 from bench.document import Column, Notes, Part, make_table
-from bench.records.kinds import each
-from bench.records.measurements import Measurements, Place, Variable, list_places
+from bench.records.kinds import Derived, each
+from bench.records.measurements import Measurements, Place, list_places
 from bench.records.notes import CROWDED, counted, equal_rate_notes, first_grid
 
 SCHEMAS = {
@@ -36,13 +36,13 @@ SCHEMAS = {
 ROWS = 12    # validations in a table
 
 
-def derive(record: Measurements) -> dict[str, Variable]:
+def derive(record: Measurements) -> Derived:
     """Return the tokens per second of this run."""
     chosen, steps = record.configuration, np.array(record.scales["step"], int)
     # Steps before this run began may be from another machine.
     seconds = record.raw["step_seconds"].values[steps >= int(chosen["began"])]
     speed = tokens_per_second(int(chosen["batch"]) * int(chosen["seq"]), seconds)
-    return {"tokens_per_second": Variable(np.array(speed), "s-1", ())}
+    return {"tokens_per_second": (speed, "s-1")}
 
 
 def tokens_per_second(tokens: int, seconds: np.ndarray) -> float:

@@ -3,8 +3,8 @@
 import numpy as np
 
 from bench.document import Column, Notes, Part, make_table
-from bench.records.kinds import each, require_as_many
-from bench.records.measurements import Measurements, Place, Variable, list_places
+from bench.records.kinds import Derived, each, require_as_many
+from bench.records.measurements import Measurements, Place, list_places
 
 SCHEMAS = {
     "training-meshes": {
@@ -24,9 +24,9 @@ ROUNDED = (" That is 4 times the difference of one rank to float64 from the same
            "the loss at least 4 times what is usual in one step.")
 
 
-def derive(record: Measurements) -> dict[str, Variable]:
+def derive(record: Measurements) -> Derived:
     """Return the largest relative difference of a loss of each mesh."""
-    return {"loss_difference": Variable(loss_differences(record).max(axis=1), "1", ("mesh",))}
+    return {"loss_difference": (loss_differences(record).max(axis=1), "1")}
 
 
 def check_texts(run: Measurements) -> None:

@@ -3,8 +3,8 @@
 import numpy as np
 
 from bench.document import Column, Notes, Part, make_table, spread
-from bench.records.kinds import BOUND, each, medians
-from bench.records.measurements import Measurements, Place, Variable, list_places
+from bench.records.kinds import Derived, each, medians
+from bench.records.measurements import Measurements, Place, list_places
 from bench.records.notes import (CROWDED, counted, describe_libraries, equal_rate_notes,
                                  first_grid, largest_error)
 from bench.statistics import elapsed
@@ -28,13 +28,12 @@ SCHEMAS = {
             "tokens_per_second": "side bound"}}}
 
 
-def derive(record: Measurements) -> dict[str, Variable]:
+def derive(record: Measurements) -> Derived:
     """Return seconds and tokens per second of each side, and its seconds over mm3d's."""
     tokens = int(record.configuration["batch"]) * int(record.configuration["seq"])
     spans = elapsed(record.raw["times"].values).T    # (side, repetition)
-    return {"seconds": Variable(medians(spans), "s", ("side", *BOUND)),
-            "tokens_per_second": Variable(medians(tokens / spans), "s-1", ("side", *BOUND)),
-            "ratio": Variable(medians(spans / spans[0]), "1", ("side", *BOUND))}
+    return {"seconds": (medians(spans), "s"), "ratio": (medians(spans / spans[0]), "1"),
+            "tokens_per_second": (medians(tokens / spans), "s-1")}
 
 
 @each

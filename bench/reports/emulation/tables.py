@@ -66,11 +66,6 @@ def tables_of(found: Sequence[Emulated], measured: bool) -> list[Part]:
     return parts
 
 
-def speed_ups_tables(found: Sequence[Emulated]) -> list[Table]:
-    """Make the tables of the speed-ups alone, of measured rows."""
-    return [speed_ups_table(where, rows, True) for where, rows in by_heading(found)]
-
-
 def by_heading(found: Sequence[Emulated]) -> Iterable[tuple[str, list[Emulated]]]:
     """Return the rows of each of the paper's tables, with a heading that names the cluster."""
     for name, heading in HEADINGS.items():

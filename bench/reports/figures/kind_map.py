@@ -58,12 +58,8 @@ def _text(one: Place) -> str:
     kind, best = min(one.best.items(), key=lambda item: item[1].seconds)
     choice = best.choice
     grid = choice.grid.compact if kind == BOX else f"1x{choice.grid.ranks}x1"
-    by = "the other\ndoes not fit" if one.gain is None else f"{_per_cent(one, kind)} faster"
+    ratio = 1 + (one.gain or 0.0)
+    by = ("the other\ndoes not fit" if one.gain is None else
+          f"{100 * (max(ratio, 1 / ratio) - 1):.1f} % faster")
     stages = f"{choice.stages} stage{'s' * (choice.stages > 1)}"
     return f"{grid}, {stages}\n{by}"
-
-
-def _per_cent(one: Place, kind: str) -> str:
-    """Return by how many per cent more steps the faster kind does."""
-    ratio = 1 + (one.gain or 0.0)
-    return f"{100 * (max(ratio, 1 / ratio) - 1):.1f} %"

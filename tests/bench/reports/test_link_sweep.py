@@ -9,7 +9,6 @@ from bench.__main__ import main
 from bench.cases.paper import load_tables
 from bench.document import Table
 from bench.records import run_file
-from bench.records.folder import read_folder
 from bench.records.kinds import sweep
 from bench.records.measurements import Check, Measurements, Variable
 from bench.reports.emulation.at_rates import join_rates

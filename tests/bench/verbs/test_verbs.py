@@ -143,7 +143,7 @@ WRONG = [("mesure", "did you mean measure?"), ("measure gem", "did you mean gemm
              "a", "", "--before a", "a b --after c", "a b c")),
          ("compare a b --fail-on-regression -3", "regression: '-3': a number of at least 0"),
          ("report . --format word", "'word' is unknown"),
-         ("report . --figures --figure-format bmp", "'bmp' is unknown: choose one of png, svg, pdf"),
+         ("report . --figures --figure-format bmp", "'bmp' is unknown: choose one of png, svg"),
          ("reproduce --paper megablock", "paper 'megablock' is unknown: choose one of "),
          ("reproduce --paper megablock", "; did you mean megablocks"),
          ("reproduce --paper /no/such.toml", "such.toml: there is no such file; a file such as"),
