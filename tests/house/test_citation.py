@@ -1,11 +1,7 @@
 """The files for those who cite, report or contribute name what there is."""
 import re
-import shlex
-
-import pytest
 
 import mm3d
-from bench.__main__ import parser as bench
 from support import ROOT
 
 FILES = {path.name: path.read_text("utf-8") for path in (ROOT / ".github").rglob("*")
@@ -34,9 +30,3 @@ def test_links_lead_somewhere():
     home = {path.name: path.parent for path in (ROOT / ".github").rglob("*")}
     assert len(found) > 5
     assert [one for one in found if not (home[one[0]] / one[1]).exists()] == []
-
-
-@pytest.mark.parametrize("words", sorted({words for text in FILES.values() for words in re.findall(
-    r"python -m bench ([^`\n]+)", text)}))
-def test_commands_are_understood(words):
-    bench().parse_args(shlex.split(words))

@@ -36,7 +36,8 @@ def verbs(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]
 
 def commands() -> set[tuple[str, str]]:
     """Each ``python -m bench`` and ``python -m jobs``: the program and what follows."""
-    return {(program, words.strip()) for text in TEXTS.values()
+    github = (path.read_text("utf-8") for path in (ROOT / ".github").rglob("*.md"))
+    return {(program, words.strip()) for text in (*TEXTS.values(), *github)
             for program, words in re.findall(r"python -m (bench|jobs) ([^`#\n]+)", text)}
 
 

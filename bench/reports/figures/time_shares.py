@@ -93,8 +93,8 @@ def _stacked(panel, place: int, shares: dict[str, dict[str, float]],
     """Draw the bars of forward and backward, with their seconds in letters of this size."""
     for phase, side in zip(PHASES, SIDES):
         whole = sum(shares[phase].values())
-        draw_stack(panel, place + side, [
-            (100 * shares[phase].get(name, 0.0) / whole, *look, "") for name, look in looks.items()])
+        draw_stack(panel, place + side, [(100 * shares[phase].get(name, 0.0) / whole, *look, "")
+                                         for name, look in looks.items()])
         panel.text(place + side, 101, f"{whole:.2g}", ha="center", va="bottom", fontsize=size)
 
 

@@ -137,5 +137,3 @@ def test_report_draws_the_figures_for_a_talk_alone(folder, tmp_path, capsys):
     assert main(["report", str(folder), "--figures", "--talk"]) == 0
     assert capsys.readouterr().out == f"{folder}/talk-emulated-waited-work.png\n"
     (folder / "talk-emulated-waited-work.png").unlink()
-    assert main(["report", str(folder), "--talk"]) == 2
-    assert "--talk would do nothing here: give --figures too" in capsys.readouterr().err

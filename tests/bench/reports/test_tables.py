@@ -8,7 +8,7 @@ import pytest
 from bench.cases.case import make_case, scaled_hidden
 from bench.cases.paper import load_tables
 from bench.cases.selection import equal_token_rows, rows_by_name, select_rows
-from bench.errors import StoreError, UsageError
+from bench.errors import UsageError
 from bench.records import run_file
 from bench.records.folder import read_folder
 from bench.records.measurements import Check, Group, Variable
@@ -295,13 +295,6 @@ def test_words_that_differ_from_the_closed_form_are_said(tmp_path):
     run_file.write_run(run, tmp_path, "weak")
     text = " ".join(format_tables(tmp_path).split())
     assert "differ from the closed form in: weak 2-D 16" in text
-
-
-def test_no_results(tmp_path):
-    with pytest.raises(StoreError, match="no results in"):
-        format_tables(tmp_path)
-    with pytest.raises(StoreError, match="no folder of results"):
-        format_tables(tmp_path / "nowhere")
 
 
 def test_emulated_clusters_are_named(tmp_path):

@@ -129,7 +129,7 @@ WRONG = [("mesure", "did you mean measure?"), ("measure gem", "did you mean gemm
          ("measure gpu --part gemm --graph", "--graph would do nothing here: it is of --part"),
          ("plan --rules --expert-top 3", "--expert-top 3: the rules of --rules overview say it"),
          ("doctor --gpu whole --out /tmp --variable A=b", "--variable would do nothing here"),
-         ("report . --page --out .", "--out .: a file in a folder that is there"),
+         ("report . --talk", "--talk would do nothing here: give --figures too"),
          ("plan --ranks 8 --hidden 64 --pictures /dev/null", "folder /dev/null cannot be written"),
          *((f"cube --{words}", said) for words, said in (
              ("shape 1", "some of the 8 ranks have nothing to multiply: sizes from 8"),
