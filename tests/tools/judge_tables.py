@@ -6,7 +6,7 @@ under ``mpirun``, of the differences that right steps have, by scheme, type and 
 
 import sys
 from dataclasses import replace
-from typing import Any, Iterator
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
@@ -18,24 +18,15 @@ from bench.experiments.dump.places import LOSS
 from bench.experiments.dump.tensor_files import number_type
 from bench.reports.formats import format_text
 from mm3d.console import say
-from mm3d.schemes import SCHEMES, find_scheme
+from mm3d.schemes import SCHEMES
 from planted import judge_faults, make_shop
 from planted_faults import FAULTS
+from reference import fits
 from reported_faults import REPORTED
 
 # Types of computation and of weights.
 TYPES = (("float64", None), ("float32", None), ("bfloat16", "float32"), ("bfloat16", None))
 KINDS = ("activation", LOSS, "gradient")
-
-
-def fitting_schemes(ranks: int) -> Iterator[str]:
-    """Yield the schemes whose own choice of a grid has so many ranks."""
-    for name in SCHEMES:
-        try:
-            find_scheme(name).default_grid(ranks)
-        except ValueError:
-            continue
-        yield name
 
 
 def table_of_differences(comm: Any) -> Table:
@@ -53,7 +44,7 @@ def table_of_differences(comm: Any) -> Table:
         start = replace(shop.start, model=replace(shop.start.model, master=master))
         exact = compute_alone(start)
         spread = measure_reference(start, comm).spread
-        for scheme in fitting_schemes(comm.size):
+        for scheme in (name for name in SCHEMES if fits(name, comm.size)):
             found = compute_step(start, Way(dtype, master, 1, 99, scheme), comm)
             worst, over = dict.fromkeys(KINDS, 0.0), 0.0
             for place, a in found.items():

@@ -47,8 +47,7 @@ def run_ranks(ranks: int, *argv: str, timeout: float = 0.8 * LIMIT, cwd: str | P
     To be called by one rank: from a test without the marker `ranks`, whose body only rank 0
     runs while the others sleep.
     """
-    command = launcher.mpirun_command(ranks, sys.executable, *argv)
-    return _run(command, timeout, cwd, env)
+    return run_command(launcher.mpirun_command(ranks, sys.executable, *argv), timeout, cwd, **env)
 
 
 def run_python(*argv: str, timeout: float = 0.8 * LIMIT, cwd: str | Path | None = None,
@@ -72,7 +71,7 @@ def run_python(*argv: str, timeout: float = 0.8 * LIMIT, cwd: str | Path | None 
         With `returncode`, `stdout` and `stderr` as text. A killed program has a returncode
         other than 0 and says in `stderr` that it was killed.
     """
-    return _run([sys.executable, *argv], timeout, cwd, env)
+    return run_command([sys.executable, *argv], timeout, cwd, **env)
 
 
 def unless_refused(done: subprocess.CompletedProcess) -> subprocess.CompletedProcess:
@@ -87,20 +86,15 @@ def run_in_cluster(cluster: str, *words: str, **more) -> subprocess.CompletedPro
     return unless_refused(run_python("-m", "bench", "cluster", cluster, "--", *words, **more))
 
 
-def run_command(command: list[str], timeout: float = 0.8 * LIMIT,
-                cwd: str | Path | None = None, **env: str) -> subprocess.CompletedProcess:
-    """Run any command in a clean environment, as `run_python` does."""
-    return _run(command, timeout, cwd, env)
-
-
 def kill_running() -> None:
     """Kill whatever `run_ranks` and `run_python` have running: this process is about to end."""
     for process in tuple(_running):
         _kill(process)
 
 
-def _run(command: list[str], timeout: float, cwd: str | Path | None,
-         env: dict[str, str]) -> subprocess.CompletedProcess:
+def run_command(command: list[str], timeout: float = 0.8 * LIMIT,
+                cwd: str | Path | None = None, **env: str) -> subprocess.CompletedProcess:
+    """Run any command in a clean environment, as `run_python` does."""
     process = subprocess.Popen(command, cwd=cwd, env=clean_environment(**env), text=True,
                                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                                stderr=subprocess.PIPE, start_new_session=True)
