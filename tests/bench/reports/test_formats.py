@@ -207,7 +207,7 @@ def test_products_of_several_runs_share_a_table():
     assert notes.items[0].startswith(
         "abt 64 x 32 x 16 float32, 3d 2 x 2 x 1, transport mpi: 6 repetitions of 7 calls")
     assert "BLAS takes 1 thread at most, of 2 cores: no fair reference" in notes.items[1]
-    assert notes.items[2].startswith("WARNING: the one process was bound to 1 of 2 cores: no fair ")
+    assert notes.items[2].startswith("WARNING: the one process was bound to 1 of 2 cores: no fair")
 
 
 def test_rates_have_both_bounds_of_their_interval():
