@@ -20,7 +20,7 @@ END_REASONS = {"width": "the intervals are narrow enough",
                "stopped": "the end of the job"}
 
 
-def certainty_table(heading: str, rows: Sequence[Row], runs: Sequence[Run | None]) -> Table:
+def certainty_table(heading: str, found: Sequence[tuple[Row, Run]]) -> Table:
     """Make the table of confidence intervals of forward and backward of each measured row.
 
     It also states the limit that ended the repetitions, and how the model was verified.
@@ -37,8 +37,7 @@ def certainty_table(heading: str, rows: Sequence[Row], runs: Sequence[Run | None
             bounds(phase), "", phase, ("low", "high", "width"), ("(s)", "(s)"))),
         Column("ended by", of=lambda one: one[1].ended_by),
         Column("verified by", of=lambda one: verified_by(one[1]))]
-    return make_table(f"{heading}: 95 % confidence intervals of the medians", columns,
-                      [(row, run) for row, run in zip(rows, runs) if run])
+    return make_table(f"{heading}: 95 % confidence intervals of the medians", columns, found)
 
 
 def run_name(run: Run) -> str:

@@ -14,7 +14,7 @@ from bench.document import (Cell, Column, Notes, Number, Part, Rows, Table, make
 from mm3d.tracing.events import PHASES
 
 
-def merit_table(heading: str, rows: Sequence[Row], runs: Sequence[Run | None]) -> Table:
+def merit_table(heading: str, found: Sequence[tuple[Row, Run]]) -> Table:
     """Make the table of throughput, utilization, words and memory; "-" if not recorded."""
     words, moved, peak = ("counted a rank, bucket algorithm", "moved a rank",
                           "peak memory of a rank")
@@ -38,8 +38,7 @@ def merit_table(heading: str, rows: Sequence[Row], runs: Sequence[Run | None]) -
         column("measured", "(MiB)", peak, lambda run: most_bytes(run, "pool_peak") / 2 ** 20),
         column("dry run", "(MiB)", peak, lambda run: time_parts.recorded_number(
             run, "memory", "expected_pool_peak") / 2 ** 20)]
-    return make_table(f"{heading}: figures of merit", columns,
-                      [(row, run) for row, run in zip(rows, runs) if run])
+    return make_table(f"{heading}: figures of merit", columns, found)
 
 
 def merit_notes(runs: Sequence[Run]) -> list[str]:

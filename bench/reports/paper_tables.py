@@ -46,9 +46,9 @@ def preset_parts(results: Results) -> list[Part]:
         runs = [results.get(row) for row in rows]
         title_of_all = heading(results, name)
         parts.append(paper_table(title_of_all, rows, runs))
-        if any(runs):
-            parts += [certainty.certainty_table(title_of_all, rows, runs),
-                      merit_rows.merit_table(title_of_all, rows, runs)]
+        if found := [(row, run) for row, run in zip(rows, runs) if run]:
+            parts += [certainty.certainty_table(title_of_all, found),
+                      merit_rows.merit_table(title_of_all, found)]
         if results.plain or results.runs.keys() & {(name, PROPOSED, 64)}:
             parts.append(speed_ups.speed_up_table(title_of_all, name, results))
     if emulated.waited_rows(results):    # their predictions need imports that other tables do not

@@ -11,8 +11,8 @@ from bench.records.model_run import Run
 from bench.records.notes import words_note
 from bench.reports import merit
 from bench.reports.figures.by_scheme import (Point, TICKS, draw_closed_form, draw_intervals,
-                                             draw_line, make_rank_figure, scheme_style,
-                                             write_caption)
+                                             draw_line, make_rank_figure, own_grid,
+                                             scheme_style, write_caption)
 from bench.reports.figures.style import add_legends, label_plainly, start_at_zero
 from bench.reports.paper_tables import measured_average
 from bench.statistics import Interval, median_interval
@@ -189,13 +189,8 @@ def closed_form_points(runs: list[Run], table: str) -> list[Point]:
 def grids_between(scheme: str) -> list[GridShape]:
     """List the default grids of `scheme` for 8 to 64 ranks."""
     known = registry().get(scheme)
-    grids = []
-    for ranks in range(TICKS[0], TICKS[-1] + 1) if known else ():
-        try:
-            grids.append(GridShape(known.directions, known.default_grid(ranks)))
-        except ValueError:    # no grid of this many ranks
-            continue
-    return grids
+    ranks = range(TICKS[0], TICKS[-1] + 1) if known else ()
+    return [grid for count in ranks if (grid := own_grid(known, count)) is not None]
 
 
 def _correction(panel, row: Row) -> None:

@@ -1,11 +1,13 @@
 """Draw measurements of schemes against ranks: colours, lines, intervals, captions."""
 
 import itertools
+from typing import Any
 
 from bench.cases.paper import PAPER, TITLES, title
 from bench.records.folder import Results, most_oversubscribed, share_cores
 from bench.reports import emulated
 from bench.reports.figures.style import CYCLE, draw_bar, make_figure
+from mm3d.grid.shape import GridShape
 
 STYLES = dict(zip(TITLES, itertools.cycle(CYCLE)))    # the paper's schemes have the first
 ASIDE = (-1, 0, 1, -2, 2, -3, 3, -4)    # horizontal shifts of the schemes' intervals
@@ -21,6 +23,14 @@ def scheme_style(scheme: str) -> tuple[str, str]:
 def scheme_label(scheme: str) -> str:
     """Return the legend title of `scheme`, which says if it is not published."""
     return title(scheme) + ", not published" * (scheme not in PAPER)
+
+
+def own_grid(algorithm: Any, ranks: int) -> GridShape | None:
+    """Return the grid that a scheme or product chooses for so many ranks; None without one."""
+    try:
+        return algorithm.grid_shape(algorithm.default_grid(ranks))
+    except ValueError:
+        return None
 
 
 def make_rank_figure(rows: int, columns: int, size: tuple[float, float], heading: str):

@@ -141,9 +141,7 @@ def _label_axes(panel, across: str) -> None:
 def _larger_grids() -> Iterator[tuple[str, GridShape]]:
     """List grids of `LARGER` ranks: each algorithm's default, and `LAYERED` with other layers."""
     for name, cls in algorithms_with_products().items():
-        try:
-            sizes = cls.grid_shape(cls.default_grid(LARGER))
-        except ValueError:
+        if (sizes := by_scheme.own_grid(cls, LARGER)) is None:
             continue
         yield name, sizes
         for layers in (1, 4):
@@ -180,12 +178,8 @@ def _peak_bytes(name: str, form: str, sizes: GridShape, shape: Shape, rank: int)
 
 def _default_words(name: str, form: str, shape: Shape, ranks: int) -> float:
     """Return the closed form on an algorithm's default grid; NaN without such grid or form."""
-    cls = algorithms_with_products()[name]
-    try:
-        sizes = cls.grid_shape(cls.default_grid(ranks))
-    except ValueError:
-        return math.nan
-    return closed_form_words(name, form, sizes, shape)
+    sizes = by_scheme.own_grid(algorithms_with_products()[name], ranks)
+    return math.nan if sizes is None else closed_form_words(name, form, sizes, shape)
 
 
 def _styles() -> dict[str, tuple[str, str]]:

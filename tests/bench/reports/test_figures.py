@@ -245,7 +245,7 @@ def test_what_was_not_recorded_leaves_its_figure_out(tmp_path, lacking):
 def test_the_overview_has_what_was_recorded_and_dashes_for_the_rest():
     row = select_rows("weak", "3d")[0]
     run = limited(row, peak=1e6)
-    table = merit_table("Table 1", [row, row], [run, made_up(row)])
+    table = merit_table("Table 1", [(row, run), (row, made_up(row))])
     full, old = ([str(cell) for cell in line] for line in table.rows)
     assert full[:2] == old[:2] == ["3-D", "8"] and full[2:4] == old[2:4]
     sizes = make_case(row, "laptop").sizes
