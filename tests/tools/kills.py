@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Callable
 
 from bench.records import run_file
 from bench.records.journal import NAME, read_entries
@@ -104,13 +105,17 @@ def kill_and_go_on(folder: Path, kills: int, seed: int, longest: float) -> dict[
             "files": len(runs)}
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(work: Callable, about: str, option: str, **how) -> None:
+    """Do `work` in a folder of its own: so many kills, a seed, and what an `option` says."""
+    parser = argparse.ArgumentParser(description=about)
     parser.add_argument("kills", type=int)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--longest", type=float, default=3.0, help="seconds (default 3)")
-    given = parser.parse_args()
+    parser.add_argument(option, **how)
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as made:
-        print(kill_and_go_on(Path(made), given.kills, given.seed, given.longest))
+        print(work(Path(made), **vars(parser.parse_args())))
     print(f"{time.monotonic() - start:.0f} s")
+
+
+if __name__ == "__main__":
+    main(kill_and_go_on, __doc__, "--longest", type=float, default=3.0, help="seconds (default 3)")

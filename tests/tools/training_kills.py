@@ -8,7 +8,6 @@ Where a folder can be mounted, the jobs have a /dev/shm of their own.  A job tha
 leaves it empty, and what others leave there, ``bench doctor --clean`` finds.  A training that has
 come to its end leaves nothing of the checkpoints that were being written.
 """
-import argparse
 import contextlib
 import json
 import os
@@ -17,7 +16,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from pathlib import Path
@@ -29,6 +27,7 @@ from bench.instruments.leftover_memory import abandoned_segments, remove_segment
 from bench.records.journal import read_entries
 from mm3d import launcher
 from mm3d.checkpoints.folder import checkpoints
+from kills import main
 from support import ROOT, clean_environment, processes_of
 
 STEPS, PATIENCE = 60, 10.0    # the latter in seconds
@@ -172,12 +171,4 @@ def train_and_kill(folder: Path, kills: int, seed: int = 0, ranks: int = 2) -> d
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("kills", type=int)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--ranks", type=int, default=2, choices=SCHEMES)
-    given = parser.parse_args()
-    start = time.monotonic()
-    with tempfile.TemporaryDirectory() as made:
-        print(train_and_kill(Path(made), given.kills, given.seed, given.ranks))
-    print(f"{time.monotonic() - start:.0f} s")
+    main(train_and_kill, __doc__, "--ranks", type=int, default=2, choices=SCHEMES)
