@@ -97,10 +97,15 @@ def compare(comm: MPI.Intracomm | DryCommunicator, call: str, given: Mapping[str
 
 
 def variables() -> dict[str, str]:
-    """Return the variables of the environment that all ranks should have alike, where set."""
-    return {name: os.environ[name] for name in (
-        "MM3D_TRANSPORT", "MM3D_NODE_SIZE", "MM3D_KERNELS", "MM3D_TF32", "MM3D_CUDNN")
-        if os.environ.get(name)}
+    """Return the variables of the environment that all ranks should have alike, if not as unset.
+
+    Numbers are as Python writes them: what is compared is what a setting means.
+    """
+    unset = {"MM3D_TRANSPORT": "", "MM3D_NODE_SIZE": "", "MM3D_KERNELS": "", "MM3D_TF32": "0",
+             "MM3D_CUDNN": "1"}
+    given = {name: os.environ.get(name, "") for name in unset}
+    return {name: str(int(text)) if text.isdecimal() else text for name, text in given.items()
+            if text not in ("", unset[name])}
 
 
 def checksum(a: np.ndarray) -> str:
