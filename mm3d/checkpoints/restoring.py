@@ -72,7 +72,8 @@ def restore(folder: str | Path, model: Any, optimizer: Any = None,
     folder, comm = Path(folder), comm_of(model, "restore")
     with same_arguments(comm, "restore") as given:
         step = step if step is None else check_whole("step", step, 0)
-        given |= {"folder": str(folder), "step": step, "optimizer": type(optimizer).__name__}
+        given |= {"folder": str(folder), "step": step,
+                  "optimizer": optimizer and type(optimizer).__name__}
         given |= {name: value for facts in known_facts(model, optimizer)
                   for name, value in facts.items()}
     arrays = stored_arrays(model, optimizer)
