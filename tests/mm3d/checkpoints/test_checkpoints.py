@@ -153,11 +153,3 @@ def test_float16_with_masters_and_loss_scaling(comm, shared_tmp_path):
     one, other = found
     assert same(one[0], other[0]) and one[1:3] == other[1:3] and same(one[3], other[3])
     assert one[1]["loss_scaling.scale"] == 1024 and one[1]["loss_scaling.good_steps"] == 1
-
-
-def test_parameters_alone(tmp_path):
-    scheme = mm3d.scheme("serial", MPI.COMM_SELF)
-    one, other = (mm3d.Transformer(scheme, **SIZES, seed=seed) for seed in (0, 1))
-    mm3d.save(tmp_path, one, step=3)
-    assert mm3d.restore(tmp_path, other).step == 3
-    assert same(other.state(), one.state())
