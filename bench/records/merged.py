@@ -30,12 +30,8 @@ def runs_in_file(path: str | os.PathLike) -> tuple[list[Measurements], list[str]
     return runs, take_runs(path, lambda run, group, place: runs.append(run))
 
 
-def take_runs(path: str | os.PathLike,
-              take: Callable[[Measurements, h5py.Group, str], None]) -> list[str]:
-    """Give each run of a file away, with its group and its name in messages.
-
-    Return a message for each that cannot be read, or that `take` refuses by StoreError.
-    """
+def take_runs(path: str | os.PathLike, take: Callable[..., None]) -> list[str]:
+    """Give each run, its group and its name away; return messages of those that cannot be read."""
     problems: list[str] = []
     try:
         with open_file(path) as file:

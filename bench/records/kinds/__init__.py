@@ -51,8 +51,7 @@ def derive(record: Any) -> Derived:
     KeyError, ValueError, TypeError, AttributeError, IndexError, ArithmeticError
         When what was measured is not what its schema says.
     """
-    if (find := getattr(module_of(record.kind), "derive", None)) is None:
-        return {}
+    find = getattr(module_of(record.kind), "derive", lambda record: {})
     with np.errstate(all="ignore"):    # checks of the record find NaN and infinity
         return find(record)
 
