@@ -112,28 +112,6 @@ class MeasuredLayer:
         return against_serial.compare(self.model, *results, self.dtype, expected)
 
 
-@dataclass(frozen=True)
-class LayerTimes:
-    """Times of a layer, its local products, and PyTorch.
-
-    Attributes
-    ----------
-    times : ndarray
-        Seconds, (repetitions, kinds, ranks, begin and end); NaN for kinds that were not measured.
-    hidden : float
-        The share of communication that overlap hides; NaN without overlap.
-    ended_by : str
-        The limit that was reached.
-    checks : list of Check
-        Checks of the results of the last repetition.
-    """
-
-    times: np.ndarray
-    hidden: float
-    ended_by: str
-    checks: list[Check]
-
-
 def measure_layer(subject: MeasuredLayer, beside: Beside | None, overlap: int,
                   limits: Limits) -> Measurements | None:
     """Measure one layer beside another library's, or alone.
@@ -179,18 +157,20 @@ def measure_layer(subject: MeasuredLayer, beside: Beside | None, overlap: int,
         if reference:
             kernels = compare_kernels(observe_products(subject.step, scheme.grid), subject.dtype,
                                       scheme.grid.backend, reference, subject.seed)
-        found = time_layer(subject, overlap, limits, reference)
-        reject(failure_message(found.checks, beside), "after the last repetition, ")
+        variables, ended_by, again = time_layer(subject, overlap, limits, reference)
+        reject(failure_message(again, beside), "after the last repetition, ")
     environs = measured_environment(scheme.grid.backend.name, comm)
     if memory is None:
         return None
     settings = {"scheme": scheme.name, "dtype": subject.dtype,
                 **subject.sizes, "seed": subject.seed, **scheme_options(scheme),
-                "reference": reference.about if reference else "none", "ended_by": found.ended_by,
+                "reference": reference.about if reference else "none", "ended_by": ended_by,
                 **({"overlap": overlap} if overlap else {}), **grid_settings(scheme.grid.shape),
                 "transport": operands.transport_names(scheme.grid), **asdict(limits)}
-    record = layer_record(subject, found, np.array(memory).T, settings, environs, checks)
-    add_counted(record, counted, beside)
+    variables |= {"memory": Variable(np.array(memory).T, "byte", ("account", "rank")),
+                  **{name: Variable(values, "1", ("side", "rank"))
+                     for name, values in zip(("calls", "words"), counted)}}
+    record = layer_record(subject, beside, variables, settings, environs, checks + again)
     return add_kernels(record, kernels, record.variables["flops"].values)
 
 
@@ -240,15 +220,6 @@ def count_sides(subject: MeasuredLayer, beside: Beside | None,
     return everyone
 
 
-def add_counted(record: Measurements, counted: np.ndarray, beside: Beside | None) -> None:
-    """Add what `count_sides` has counted to a record."""
-    record.scales["side"] = ("mm3d", COLOSSAL)[:counted.shape[1]]
-    for name, values in zip(("calls", "words"), counted):
-        record.raw[name] = Variable(values, "1", ("side", "rank"))
-    if beside:
-        record.scales["kind"] = tuple(beside.name if kind == PYTORCH else kind for kind in KINDS)
-
-
 def global_arrays(sizes: ModelSizes, seed: int, dtype: str) -> dict[str, np.ndarray]:
     """Draw the input, the output's gradient and the parameters of the layer as global arrays."""
     model = mm3d.Transformer(
@@ -258,8 +229,18 @@ def global_arrays(sizes: ModelSizes, seed: int, dtype: str) -> dict[str, np.ndar
 
 
 def time_layer(subject: MeasuredLayer, overlap: int, limits: Limits,
-               reference: TorchProcesses | None) -> LayerTimes:
-    """Measure `KINDS` until the limits are reached, and check the last results."""
+               reference: TorchProcesses | None
+               ) -> tuple[dict[str, Variable], str, list[Check]]:
+    """Measure `KINDS` until the limits are reached, and check the last results.
+
+    Returns
+    -------
+    dict of str to Variable
+        Seconds, NaN for kinds that were not measured, and the share of communication that overlap
+        hides; NaN without overlap.
+    str, list of Check
+        The limit that was reached, and checks of the results of the last repetition.
+    """
     grid, last = subject.scheme.grid, []
     clock, replay = Clock(grid.comm), LocalProducts(subject.step, grid, subject.dtype)
     replay.result = None
@@ -286,22 +267,21 @@ def time_layer(subject: MeasuredLayer, overlap: int, limits: Limits,
     times = np.full((len(found[0]), len(KINDS), grid.comm.size, 2), np.nan)
     for kind, samples in found.items():
         times[:, kind] = [one.times for one in samples]
-    return LayerTimes(times, hidden, ended_by, checks)
+    return {"times": Variable(times, "s", ("repetition", "kind", "rank", "edge")),
+            "hidden": Variable(np.array(hidden), "1", ())}, ended_by, checks
 
 
-def layer_record(subject: MeasuredLayer, found: LayerTimes, memory: np.ndarray, settings: dict,
-                 environs: dict, checks: list[Check]) -> Measurements:
-    """Make the record of the repetitions."""
-    times = found.times
+def layer_record(subject: MeasuredLayer, beside: Beside | None, variables: dict[str, Variable],
+                 settings: dict, environs: dict, checks: list[Check]) -> Measurements:
+    """Make the record of the repetitions and counts, with the memory that a dry run expects."""
     expected = dry_run.trace_step(
         settings["scheme"], subject.scheme.grid.size, subject.scheme.grid.shape.sizes,
         block=subject.scheme.grid.backend.block, dtype=settings["dtype"],
         **subject.sizes).pool_peak
-    variables = {
-        "times": Variable(times, "s", ("repetition", "kind", "rank", "edge")),
-        "hidden": Variable(np.array(found.hidden), "1", ()),
-        "memory": Variable(memory, "byte", ("account", "rank")),
-        "expected_memory": Variable(np.array(float(expected)), "byte", ())}
-    scales = {"repetition": range(len(times)), "kind": KINDS, "rank": range(times.shape[2]),
-              "edge": ("begin", "end"), "account": Footprint.accounts}
-    return Measurements("layer", settings, environs, scales, variables, checks + found.checks)
+    variables["expected_memory"] = Variable(np.array(float(expected)), "byte", ())
+    repetitions, _, ranks, _ = variables["times"].values.shape
+    kinds = tuple(beside.name if beside and kind == PYTORCH else kind for kind in KINDS)
+    scales = {"repetition": range(repetitions), "kind": kinds, "rank": range(ranks),
+              "edge": ("begin", "end"), "account": Footprint.accounts,
+              "side": ("mm3d", COLOSSAL)[:len(variables["words"].values)]}
+    return Measurements("layer", settings, environs, scales, variables, checks)

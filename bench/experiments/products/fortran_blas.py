@@ -8,13 +8,10 @@ from typing import Callable, Iterator
 import numpy as np
 from threadpoolctl import threadpool_info
 
+from bench.errors import UsageError
 from mm3d.arrays.backend import Backend
 
 ROUTINES = {"float32": ("sgemm_", ctypes.c_float), "float64": ("dgemm_", ctypes.c_double)}
-
-
-class OtherBlas(OSError):
-    """ScaLAPACK calls another function than the one that was found."""
 
 
 class FortranGemm:
@@ -34,7 +31,7 @@ class FortranGemm:
 
     Raises
     ------
-    OtherBlas
+    UsageError
         When ScaLAPACK's calls bind to another library: the first loaded one with a function of
         that name.
     """
@@ -44,8 +41,8 @@ class FortranGemm:
         self._call, bound = (getattr(lib, name) for lib in (library, ctypes.CDLL(None)))
         files = [library_name(function) for function in (self._call, bound)]
         if address_of(self._call) != address_of(bound):
-            raise OtherBlas(f"{name} of ScaLAPACK's BLAS is in {files[0]}, but its calls end in "
-                            f"{files[1]}, which was loaded before")
+            raise UsageError(f"{name} of ScaLAPACK's BLAS is in {files[0]}, but its calls end in "
+                             f"{files[1]}, which was loaded before")
         self._call.restype = None
         self.file, self.dtype = files[0], np.dtype(dtype)
 

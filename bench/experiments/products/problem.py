@@ -95,11 +95,6 @@ class Problem:
         dA, dB = self.product.backward(*(self.blocks[name] for name in "CAB"))
         return {"dA": dA, "dB": dB}
 
-    @property
-    def steps(self) -> dict[str, Callable[[], dict[str, Array]]]:
-        """Forward and backward, by the name of the phase."""
-        return {"forward": self.forward, "backward": self.backward}
-
     def distributed(self, name: str, block: Array | None = None) -> DistributedMatrix:
         """Return A, B or C for `bench.checks.freivalds`: as drawn, or the `block` of a result.
 
@@ -151,11 +146,6 @@ class WholeProduct:
         dA, dB = (LOCAL_PRODUCTS[form](*(self.blocks[name] for name in names))
                   for form, names in GRADIENT_PRODUCTS[self.form])
         return dA, dB
-
-    @property
-    def steps(self) -> dict[str, Callable[[], Any]]:
-        """Forward and backward, by the name of the phase."""
-        return {"forward": self.forward, "backward": self.backward}
 
 
 class OperandShapes(ArrayObserver):
