@@ -183,23 +183,25 @@ class _Found:
             return space.layout().unshard(wide(a), chunk.grid, shape)
         blocks = chunk.layers.layers
         # The input of the first block is what the embedding, and dropout, put out.
-        self._watch(blocks[0], "", first, whole)
+        self._watch(blocks[0], "", first, whole, first=True)
         for number, name in enumerate(layers, 1):
             self._watch(blocks[number * steps - 1], name, "", whole)
         for number, name in enumerate(layers[:-1], 1):
-            self._watch(blocks[number * steps], "", name, whole, forward=False)
-        self._watch(ends.output.norm, norm, layers[-1], whole, outputs_only=True)
-        self._watch(ends.output.head, head, norm, logits, inputs=whole, outputs_only=True)
+            self._watch(blocks[number * steps], "", name, whole)
+        self._watch(ends.output.norm, norm, layers[-1], whole)
+        self._watch(ends.output.head, head, norm, logits, inputs=whole)
         self._watch_loss(ends.output.loss, head, logits)
 
     def _watch(self, layer: Any, output: str, given: str, whole: Callable, *,
-               forward: bool = True, outputs_only: bool = False,
-               inputs: Callable | None = None) -> None:
-        """Keep the output of a layer, and the gradient of its input, which `given` put out."""
+               first: bool = False, inputs: Callable | None = None) -> None:
+        """Keep the output of a layer, and the gradient of its input, which `given` put out.
+
+        The input of the `first` layer is kept, too.
+        """
         once, back = layer.forward, layer.backward
 
         def keep_output(x: Any, *rest: Any) -> Any:
-            if given and forward and not outputs_only:
+            if first:
                 self._keep(Place("activation", given), whole(x))
             y, saved = once(x, *rest)
             if output:

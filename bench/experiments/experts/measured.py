@@ -16,7 +16,7 @@ import numpy as np
 from bench.checks import against_serial
 from bench.errors import reject
 from bench.experiments.experts.problem import ROUTINGS, ExpertsSubject, routing_settings
-from bench.experiments.experts.verification import Verified, verify_experts
+from bench.experiments.experts.verification import ROUTED, verify_experts
 from bench.experiments.products import operands
 from bench.experiments.torch.child import TorchProcesses
 from bench.experiments.torch.equal_kernels import add_kernels, compare_kernels, count_products
@@ -69,13 +69,14 @@ def measure_experts(subject: ExpertsSubject, torch: str | None,
         if reference:
             left_out = comm.bcast(reference.ask("ways"))
             ways = [way for way, problem in left_out.items() if not problem]
-        verified = []
+        checks, routed = [], []
         for routing in ROUTINGS:
             subject.set_routing(routing)
             theirs = {way: reference.ask("check", way, routing) for way in ways}
             wait_patiently(comm)
-            verified.append(verify_experts(subject, routing, theirs))
-        checks = [check for one in verified for check in one.checks]
+            more, found = verify_experts(subject, routing, theirs)
+            checks += more
+            routed.append(found)
         reject(against_serial.failure_message(checks, "a plain computation in float64"))
         sampler = ExpertsSampler(subject)
         if reference:
@@ -99,7 +100,7 @@ def measure_experts(subject: ExpertsSubject, torch: str | None,
         "left_out": "; ".join(f"PyTorch {way}: {problem}" for way, problem in left_out.items()
                               if problem),
         "ended_by": ended_by, **asdict(limits)}
-    return add_kernels(experts_record(settings, environs, verified, checks, times, parts),
+    return add_kernels(experts_record(settings, environs, routed, checks, times, parts),
                        kernels, 3 * case.flops)
 
 
@@ -277,24 +278,16 @@ class ExpertsSampler:
         return times, parts, ended_by
 
 
-def experts_record(settings: dict, environs: dict, verified: list[Verified],
+def experts_record(settings: dict, environs: dict, routed: list[dict[str, np.ndarray]],
                    checks: list[Check], times: np.ndarray, parts: np.ndarray) -> Measurements:
     """Make the record of all samples and of the routing."""
-    tokens, dropped, words, expected, inside, gathered = (
-        np.array([getattr(one, name) for one in verified])
-        for name in ("tokens", "dropped", "words", "expected_words", "inside_words", "gathered"))
     variables = {
         "samples": Variable(times, "s", ("routing", "kind", "repetition")),
         "part_samples": Variable(parts, "s", ("routing", "phase", "part", "rank", "repetition")),
-        "tokens": Variable(tokens, "1", ("routing", "choice", "expert")),
-        "dropped": Variable(dropped, "1", ("routing", "expert")),
-        "balance_loss": Variable(np.array([one.balance_loss for one in verified]), "1",
-                                 ("routing",)),
-        "words": Variable(words, "1", ("routing", "rank")),
-        "expected_words": Variable(expected, "1", ("routing", "rank")),
-        "inside_words": Variable(inside, "1", ("routing", "rank")),
-        "gathered": Variable(gathered.astype(np.int8), "1", ("routing",))}
+        **{name: Variable(np.array([one[name] for one in routed]), "1", ("routing", *dims))
+           for name, dims in ROUTED.items()}}
+    choices, experts = variables["tokens"].values.shape[1:]
     scales = {"routing": ROUTINGS, "kind": KINDS, "repetition": range(times.shape[-1]),
-              "phase": PHASES, "part": PARTS, "rank": range(words.shape[1]),
-              "choice": range(tokens.shape[1]), "expert": range(tokens.shape[2])}
+              "phase": PHASES, "part": PARTS, "rank": range(variables["words"].values.shape[1]),
+              "choice": range(choices), "expert": range(experts)}
     return Measurements("experts", settings, environs, scales, variables, checks)

@@ -1,7 +1,7 @@
 """Measure one row: build its model, verify a step, repeat it, and trace it."""
 
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any, Callable, Iterator
 
 import numpy as np
@@ -26,25 +26,8 @@ from mm3d.grid.axis import COLLECTIVES
 from mm3d.tracing.events import PHASES
 
 
-@dataclass(frozen=True)
-class MeasuredRow:
-    """A row that was measured.
-
-    Attributes
-    ----------
-    record : Run or None
-        On rank 0; None on the others.
-    trace : dict or None
-        The last traced step of all ranks as `bench.instruments.chrome_trace.make_trace`, where it
-        was asked for; on rank 0, None on the others.
-    """
-
-    record: model_run.Run | None
-    trace: dict[str, Any] | None = None
-
-
 def measure_case(one: Case, settings: Settings, peaks: Group | None, world,
-                 trace: bool) -> MeasuredRow:
+                 trace: bool) -> tuple[model_run.Run | None, dict[str, Any] | None]:
     """Verify and measure one case.
 
     Parameters
@@ -58,6 +41,14 @@ def measure_case(one: Case, settings: Settings, peaks: Group | None, world,
         All ranks; each must call this.
     trace : bool
         Whether to return a trace, if `settings` has steps to trace.
+
+    Returns
+    -------
+    Run or None
+        The record, on rank 0; None on the others.
+    dict or None
+        The last traced step of all ranks as `bench.instruments.chrome_trace.make_trace`, where it
+        was asked for; on rank 0, None on the others.
 
     Raises
     ------
@@ -106,7 +97,7 @@ def free_at_end(free: Callable[[], None]) -> Iterator[None]:
 
 
 def measure_on_grid(one: Case, scheme, order: str, settings: Settings, peaks: Group | None,
-                    trace: bool) -> MeasuredRow:
+                    trace: bool) -> tuple[model_run.Run | None, dict[str, Any] | None]:
     """Verify, time and trace one case on the grid of `scheme`; see `measure_case`."""
     resident, comm = peak_memory.Resident(), scheme.grid.comm
     model = fail_on_value_error(lambda: mm3d.Transformer(
@@ -135,7 +126,7 @@ def measure_on_grid(one: Case, scheme, order: str, settings: Settings, peaks: Gr
     document = (chrome_trace.gather_trace(spans, scheme.grid, step.clock, one.title)
                 if trace else None)
     if times is None:
-        return MeasuredRow(None)
+        return None, None
     waits = settings.waits(one).settings if settings.waits else {}
     if timed.dilated:
         groups |= timed.dilated.groups
@@ -147,7 +138,7 @@ def measure_on_grid(one: Case, scheme, order: str, settings: Settings, peaks: Gr
     if cluster and settings.dilation:    # whose rate may be another than the cluster's own
         record.environment.update(host.describe_cluster(
             replace(cluster, link=settings.dilation.link)))
-    return MeasuredRow(record, document)
+    return record, document
 
 
 def time_and_trace(timed: TimedModel, settings: Settings) -> tuple[
