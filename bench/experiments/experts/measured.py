@@ -7,7 +7,7 @@ Ratios are medians of ratios within repetitions.
 
 import time
 from contextlib import closing, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, Callable, Sequence
 
@@ -116,32 +116,6 @@ def start_torch(subject: ExpertsSubject, python: str) -> TorchProcesses:
         arrays, comm, "do the layer of experts")
 
 
-@dataclass(frozen=True)
-class FirstProducts:
-    """Rows and weights of a rank's first products.
-
-    Attributes
-    ----------
-    rows, weights : Array
-        (rows, n) and (experts, n, k).
-    segments : sequence of Segment
-        The rows of each expert.
-    """
-
-    rows: Any
-    weights: Any
-    segments: Any
-
-    def grouped(self) -> Any:
-        """Multiply the rows of each expert by its weight."""
-        return grouped_matmul(self.rows, self.weights, self.segments)
-
-    def single(self, library: Any) -> Any:
-        """Multiply all rows by one weight."""
-        out = library.empty((self.rows.shape[0], self.weights.shape[2]), self.rows.dtype)
-        return library.gemm(self.rows, self.weights[0, :, :], out)
-
-
 class PartClock:
     """Time the parts of a layer's steps.
 
@@ -206,8 +180,8 @@ class ExpertsSampler:
         self.clock = Clock(self.comm)
         self.products = {routing: self._products(routing) for routing in ROUTINGS}
 
-    def _products(self, routing: str) -> FirstProducts:
-        """Make operands of the sizes of the first product with this routing."""
+    def _products(self, routing: str) -> tuple[Any, Any, Any]:
+        """Make rows, weights and the rows of each expert, as in the first product so routed."""
         subject = self.subject
         subject.set_routing(routing)
         with subject.layer.routings.recording() as routings:
@@ -217,14 +191,13 @@ class ExpertsSampler:
         count = max((one.stop for one in segments), default=0)
         rows = self.library.empty((count, weights.shape[1]), weights.dtype)
         rows[...] = 0.5
-        return FirstProducts(rows, weights, segments)
+        return rows, weights, segments
 
     def first_products(self) -> list[Product]:
         """Return the products of this rank's experts in the first product, with equal shares."""
-        first = self.products[ROUTINGS[0]]
-        _, n, columns = first.weights.shape
-        return count_products((one.stop - one.start, n, columns, False, False)
-                              for one in first.segments)
+        _, weights, segments = self.products[ROUTINGS[0]]
+        return count_products((one.stop - one.start, *weights.shape[1:], False, False)
+                              for one in segments)
 
     def sample_layer(self, routing: str) -> Sample:
         """Take a sample of the layer, with the seconds (phases, parts) of each rank."""
@@ -245,6 +218,11 @@ class ExpertsSampler:
     def _time_products(self, multiply: Callable[[], Any]) -> Sample:
         return replace(self._time(multiply), result=None)
 
+    def _single_product(self, rows: Any, weights: Any) -> Any:
+        """Multiply all rows by one weight."""
+        out = self.library.empty((rows.shape[0], weights.shape[2]), rows.dtype)
+        return self.library.gemm(rows, weights[0, :, :], out)
+
     def sample_all(self, limits: Limits, reference: TorchProcesses | None,
                    ways: Sequence[str]) -> tuple[np.ndarray, np.ndarray, str]:
         """Take samples until the limits are reached.
@@ -256,12 +234,13 @@ class ExpertsSampler:
             layer's parts (routings, phases, parts, ranks, repetitions) on rank 0; and the limit.
         """
         sides = {}
-        for routing, products in self.products.items():
+        for routing, (rows, weights, segments) in self.products.items():
             sides |= {
                 (routing, "layer"): partial(self.sample_layer, routing),
-                (routing, "grouped products"): partial(self._time_products, products.grouped),
+                (routing, "grouped products"): partial(
+                    self._time_products, partial(grouped_matmul, rows, weights, segments)),
                 (routing, "one product"): partial(
-                    self._time_products, partial(products.single, self.library)),
+                    self._time_products, partial(self._single_product, rows, weights)),
                 **{(routing, f"PyTorch {way}"): partial(reference.sample, "step", way, routing)
                    for way in ways}}
         layers = [(routing, "layer") for routing in ROUTINGS]

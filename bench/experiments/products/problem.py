@@ -18,11 +18,6 @@ from mm3d.tracing.events import ArrayObserver, Gemm
 from mm3d.tracing.observe import observed
 
 
-def schemes_with_products() -> list[str]:
-    """List the names of the algorithms that multiply plain matrices, with layers or alone."""
-    return list(algorithms_with_products())
-
-
 def product_grid(scheme: str, comm, sizes: Sequence[int] | GridShape | None = None,
                  backend: str | Backend | None = None) -> Grid:
     """Make the grid on which a scheme computes products of plain matrices.
@@ -43,7 +38,7 @@ def product_grid(scheme: str, comm, sizes: Sequence[int] | GridShape | None = No
     if cls is None:
         find_scheme(scheme)    # raises its error for a name that nothing has
         raise ValueError(f"scheme {scheme!r} has no products of plain matrices: choose one of "
-                         f"{', '.join(schemes_with_products())}")
+                         f"{', '.join(algorithms_with_products())}")
     sizes = sizes or cls.default_grid(comm.size)
     if len(sizes) != len(cls.directions):
         raise ValueError(f"--grid {'x'.join(map(str, sizes))}: scheme {scheme} has "

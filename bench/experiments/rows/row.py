@@ -1,7 +1,7 @@
 """Measure one row: build its model, verify a step, repeat it, and trace it."""
 
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any, Callable, Iterator
 
 import numpy as np
@@ -12,11 +12,11 @@ from bench.cases.row_stack import row_stack
 from bench.checks import against_serial, layer_residuals
 from bench.cluster.spec import Cluster
 from bench.errors import Failed, reject
-from bench.experiments.rows.dilation import run_free, set_links
+from bench.experiments.rows.dilation import note_dilation, run_free, set_links
 from bench.experiments.rows.record import row_configuration, row_record
 from bench.experiments.rows.settings import Settings, choose_grid
 from bench.experiments.rows.waited import TimedModel, waiting_model
-from bench.instruments import chrome_trace, host, peak_memory, placement, step_tracing, timing
+from bench.instruments import chrome_trace, peak_memory, placement, step_tracing, timing
 from bench.instruments.peaks import StepMemory
 from bench.instruments.spans import Span
 from bench.instruments.step_wire import count_wire
@@ -130,14 +130,11 @@ def measure_on_grid(one: Case, scheme, order: str, settings: Settings, peaks: Gr
     waits = settings.waits(one).settings if settings.waits else {}
     if timed.dilated:
         groups |= timed.dilated.groups
-        waits |= {"dilation": timed.dilated.factor, "software_share": settings.dilation.share}
     configuration = row_configuration(one, scheme, settings) | asdict(nodes) | waits
     record = row_record(one, scheme, configuration, times, np.stack(everyone, axis=2), checks,
                         groups)
-    cluster = Cluster.from_environment()
-    if cluster and settings.dilation:    # whose rate may be another than the cluster's own
-        record.environment.update(host.describe_cluster(
-            replace(cluster, link=settings.dilation.link)))
+    if timed.dilated:
+        note_dilation(record, timed.dilated.factor, settings.dilation)
     return record, document
 
 

@@ -11,7 +11,7 @@ from bench.command_line import measuring, options
 from bench.command_line.publish import check_trace_file, measure, report_failure
 from bench.errors import UsageError, WrongResult, as_usage_error
 from bench.experiments.products.matmul import measure_product
-from bench.experiments.products.problem import Problem, product_grid, schemes_with_products
+from bench.experiments.products.problem import Problem, product_grid
 from bench.experiments.products.side_by_side import measure_side_by_side
 from bench.instruments import chrome_trace, step_tracing
 from bench.instruments.clock import Clock
@@ -21,6 +21,7 @@ from bench.statistics import median_interval
 from mm3d import launcher
 from mm3d.console import say
 from mm3d.schemes.matrix_product import FORMS
+from mm3d.schemes.products_alone import algorithms_with_products
 
 ON_ALL_RANKS = True
 ALL = "all"
@@ -36,11 +37,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
                         help="measure C = A B, where C is M x K and the sums have N terms; N "
                              "alone for cubes; may be repeated")
     options.add_grid(parser)
-    parser.add_argument("--scheme", type=options.some_of(*schemes_with_products(), ALL),
+    parser.add_argument("--scheme", type=options.some_of(*algorithms_with_products(), ALL),
                         default=["3d"], metavar="NAMES", help=(
-        f"algorithm of the products (default 3d): {', '.join(schemes_with_products())}; several "
-        f"with commas: forward by each, in turns, in one table; all: by each that has a grid of "
-        f"so many ranks"))
+        f"algorithm of the products (default 3d): {', '.join(algorithms_with_products())}; "
+        f"several with commas: forward by each, in turns, in one table; all: by each that has a "
+        f"grid of so many ranks"))
     parser.add_argument("--form", type=options.some_of(*FORMS), default=["ab"], metavar="NAMES",
                         help="forms of the product, separated by commas: ab, abt, atb for "
                              "C = A B, A B^T, A^T B (default ab)")
