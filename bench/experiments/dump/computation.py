@@ -190,7 +190,7 @@ class _Found:
             self._watch(blocks[number * steps], "", name, whole)
         self._watch(ends.output.norm, norm, layers[-1], whole)
         self._watch(ends.output.head, head, norm, logits, inputs=whole)
-        self._watch_loss(ends.output.loss, head, logits)
+        self._watch(ends.output.loss, "", head, logits)
 
     def _watch(self, layer: Any, output: str, given: str, whole: Callable, *,
                first: bool = False, inputs: Callable | None = None) -> None:
@@ -203,10 +203,10 @@ class _Found:
         def keep_output(x: Any, *rest: Any) -> Any:
             if first:
                 self._keep(Place("activation", given), whole(x))
-            y, saved = once(x, *rest)
+            results = once(x, *rest)
             if output:
-                self._keep(Place("activation", output), whole(y))
-            return y, saved
+                self._keep(Place("activation", output), whole(results[0]))
+            return results
 
         def keep_gradient(dy: Any, *rest: Any) -> Any:
             dx = back(dy, *rest)
@@ -214,16 +214,6 @@ class _Found:
                 self._keep(Place("activation gradient", given), (inputs or whole)(dx))
             return dx
         layer.forward, layer.backward = keep_output, keep_gradient
-
-    def _watch_loss(self, loss: Any, head: str, whole: Callable) -> None:
-        """Keep the gradient of the logits."""
-        back = loss.backward
-
-        def keep_gradient(*given: Any) -> Any:
-            dlogits = back(*given)
-            self._keep(Place("activation gradient", head), whole(dlogits))
-            return dlogits
-        loss.backward = keep_gradient
 
     def _keep(self, place: Place, a: np.ndarray) -> None:
         """Keep the part of a micro-batch; all of it when the last one is there."""

@@ -1,15 +1,12 @@
 """Call the matrix products of ScaLAPACK's BLAS, so that both sides multiply with it."""
 
-import contextlib
 import ctypes
 from pathlib import Path
-from typing import Callable, Iterator
 
 import numpy as np
 from threadpoolctl import threadpool_info
 
 from bench.errors import UsageError
-from mm3d.arrays.backend import Backend
 
 ROUTINES = {"float32": ("sgemm_", ctypes.c_float), "float64": ("dgemm_", ctypes.c_double)}
 
@@ -91,24 +88,6 @@ def library_name(function) -> str:
     info = Info()
     found = ctypes.CDLL(None).dladdr(ctypes.c_void_p(address_of(function)), ctypes.byref(info))
     return Path(info.file.decode()).resolve().name if found else "unknown"
-
-
-@contextlib.contextmanager
-def use_gemm(backend: Backend, gemm: Callable) -> Iterator[None]:
-    """Compute the products of a backend by `gemm` within the block.
-
-    An observer must be entered within the block: one of an outer block does not see these
-    products.
-    """
-    own, before = "gemm" in vars(backend), backend.gemm
-    backend.gemm = gemm
-    try:
-        yield
-    finally:
-        if own:
-            backend.gemm = before
-        else:
-            del backend.gemm
 
 
 def describe_loaded() -> dict[str, str]:

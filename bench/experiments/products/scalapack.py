@@ -148,11 +148,14 @@ def compare_products(products: ScalapackProducts, calls: int,
     def sample(step: Callable[[], object]) -> Sample:
         found = time_side(repeat_calls(step, calls), comm, lambda: None, clock)
         return Sample(found.times / calls)
-    with fortran_blas.use_gemm(backend, products.gemm):
+    backend.gemm = products.gemm    # before any observer of its products
+    try:
         products.check()
         steps, split = products.subjects(), len(products.ours)
         ours, theirs = [*steps][:split], [*steps][split:split + len(products.theirs)]
         found, _ = compare_in_turns(
             {name: partial(sample, step) for name, step in steps.items()}, limits, products.seed,
             comm, warmup=0, ratios=[(other, own) for own in ours for other in theirs])
+    finally:
+        del backend.gemm
     return {name: np.array([one.seconds for one in each]) for name, each in found.items()}

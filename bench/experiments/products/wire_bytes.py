@@ -53,7 +53,9 @@ def add_wire(record: Measurements | None, grid: mm3d.Grid, axes: Sequence[str], 
     found, checks, clock = [], [], Clock(grid.comm)
     for axis, kind in itertools.product(axes, COLLECTIVES):
         calls = []
-        for way, line in zip(WAYS, (grid[axis], _mpi_axis(grid, axis))):
+        line = grid[axis].comm
+        of_mpi = Axis(axis, line, grid.backend, MpiTransport(line, grid.backend))
+        for way, line in zip(WAYS, (grid[axis], of_mpi)):
             split = Split(line, 0, words)
             a = operands.collective_operand(split, kind, (words,), dtype)
             calls.append(operands.collective_call(split, kind, a))
@@ -72,12 +74,6 @@ def add_wire(record: Measurements | None, grid: mm3d.Grid, axes: Sequence[str], 
                       wire_seconds=Variable(taken[..., 2, 0], "s", dims))
     record.checks.extend(checks)
     return record
-
-
-def _mpi_axis(grid: mm3d.Grid, axis: str) -> Axis:
-    """Make an axis of the same ranks whose collectives are MPI's own."""
-    comm = grid[axis].comm
-    return Axis(axis, comm, grid.backend, MpiTransport(comm, grid.backend))
 
 
 def _one_call(call: operands.CollectiveCall, grid: mm3d.Grid, recorder: WireRecorder,
