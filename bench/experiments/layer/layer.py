@@ -126,12 +126,14 @@ def measure_layer(subject: MeasuredLayer, beside: tuple[str, str] | None, overla
     Raises
     ------
     UsageError
-        On all ranks, when the other side cannot compute the layer.
+        On all ranks, when the other side cannot compute the layer, or its products not overlap.
     WrongResult
         On all ranks, when a result or a gradient is wrong.
     """
     comm, scheme = subject.scheme.grid.comm, subject.scheme
     name, python = beside or ("", "")
+    if overlap:
+        check_overlap(scheme.name)
     if name == COLOSSAL:
         check_colossal(scheme, subject.sizes)
     results = subject.step()
