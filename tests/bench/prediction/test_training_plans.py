@@ -13,7 +13,7 @@ from bench.__main__ import main
 from bench.command_line import config_options
 from bench.errors import UsageError
 from bench.instruments.placement import mesh_order
-from bench.prediction import hop_seconds
+from bench.prediction.pipelines import hop_seconds
 from bench.prediction.closed_form_plan import collective_price
 from bench.prediction.machine_model import load_machine
 from bench.prediction.model_file import SIZES, ModelFile, load_model
@@ -21,7 +21,7 @@ from bench.prediction.training_plans import screening, search
 from bench.prediction.training_plans.choices import Choice, Training
 from bench.prediction.training_plans.layer_work import (Layer, screen_layer, screened_work,
                                                         trace_layer, traced_work)
-from bench.prediction.training_step import layer_parameters
+from bench.prediction.pipelines.training_step import layer_parameters
 from bench.reports.plans.training_plans import command_lines, remarks
 from bench.verbs import train
 from jobs.own_options import list_verb_problems
