@@ -11,7 +11,7 @@ from fractions import Fraction
 from functools import cache
 
 from bench.cases.variants import itemsize
-from bench.prediction.closed_form_plan import ADDED, weight_parts
+from bench.prediction.layer_blocks import ADDED, weight_parts
 from bench.prediction.machine_model import Machine
 from bench.prediction.memory_fit import state_by_kind
 from bench.prediction.pipelines.pipeline_model import PipelineModel

@@ -4,7 +4,7 @@ from functools import cache
 from typing import NamedTuple
 
 from bench.cases.variants import itemsize
-from bench.prediction.closed_form_plan import weight_parts
+from bench.prediction.layer_blocks import weight_parts
 from bench.prediction.pipelines.hop_seconds import place_moves, seconds_of_moves, stage_moves
 from bench.prediction.memory_fit import state_by_kind
 from bench.prediction.pipelines.pipeline_model import mesh_strides

@@ -4,7 +4,7 @@ from functools import cache
 from typing import NamedTuple
 
 from bench.cases.variants import itemsize
-from bench.prediction.closed_form_plan import BlockSizes
+from bench.prediction.layer_blocks import BlockSizes
 from bench.prediction.seconds import gemm_seconds
 from bench.prediction.training_plans.choices import Training
 from bench.prediction.pipelines.training_step import expert_products, own_experts

@@ -13,9 +13,10 @@ import numpy as np
 
 from bench.cases.variants import itemsize
 from bench.prediction.pipelines.chunk_events import run_once
-from bench.prediction.closed_form_plan import (BlockSizes, LayerKind, PhaseWork, Price,
-                                               collectives_of, elementwise_coefficients, grid_work)
-from bench.prediction.kernels import attention_of, priced, with_kernels
+from bench.prediction.closed_form_plan import PhaseWork, Price, collectives_of, grid_work
+from bench.prediction.layer_blocks import (BlockSizes, LayerKind, elementwise_coefficients,
+                                           launches)
+from bench.prediction.kernels import attention_of, priced
 from bench.prediction.pipelines.pipeline_model import LAYERS, PASSES, PipelineModel, build_once
 from bench.prediction.seconds import achieved_seconds, gemm_seconds, trace_terms, with_strides
 from bench.prediction.training_plans.choices import Choice, Training
@@ -29,8 +30,7 @@ from mm3d.model import cost
 from mm3d.model.stack import Stack
 from mm3d.schemes import find_scheme
 from mm3d.schemes.closed_form import ProductShape, largest_block
-from mm3d.tracing import dry_run
-from mm3d.tracing.events import Boundary, Call, Collective, Gemm, HALVES, Overlapped, PHASES
+from mm3d.tracing.events import Gemm, HALVES, PHASES
 from mm3d.tracing.trace import Trace
 
 LOGIT_ARRAYS = 2    # that the ends of a GPT hold at once
@@ -172,19 +172,6 @@ def words_of(recompute: str, dtype: str, kind: LayerKind) -> tuple[np.ndarray, .
                       apart.operands / size, apart.grown / size))
     return tuple(np.maximum(words, 0) for words in np.linalg.lstsq(
         np.array(rows), np.array(found), rcond=None)[0].T)
-
-
-@cache
-def launches(kernels: str, attention: str, recompute: str, kind: LayerKind,
-             dtype: str) -> tuple[int, int]:
-    """Count the operations that a rank starts in a period of layers, forward and backward."""
-    sizes = kind.small(64, 2, 8)
-    trace = with_kernels(dry_run.trace_step("1d", 2, **sizes, recompute=recompute, dtype=dtype,
-                                            experts=kind.experts), kernels, attention, dtype,
-                         sizes.head)
-    return tuple(sum(times for (when, _, event), times in trace.events.items() if when == phase
-                     and not isinstance(event, (Boundary, Call, Collective, Overlapped)))
-                 for phase in PHASES)
 
 
 @dataclass(frozen=True)
