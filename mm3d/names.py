@@ -52,10 +52,12 @@ def unknown_name(said: str, name: Any, known: Iterable, also: Iterable[str] = ()
 def suggestion(name: str, known: Iterable[str]) -> str:
     """Return ``; did you mean NAME?`` for the known name most similar to `name`; "" for none.
 
-    Where none is similar, a known name that contains `name` is suggested.
+    Where none is similar, a known name that contains `name` is suggested.  In few letters two
+    wrong ones are another word.
     """
     ordered, given = {plain(one): one for one in known}, plain(name[:100])
-    similar = (difflib.get_close_matches(given, ordered, 1, 0.75)
-               or [one for one in ordered if len(given) > 2 and given in one]
-               or difflib.get_close_matches(given, ordered, 1, 0.6))
-    return f"; did you mean {ordered[similar[0]]}?" if similar else ""
+    similar, alike = (0.75, 0.6) if len(given) > 4 else (0.8, 0.8)
+    found = (difflib.get_close_matches(given, ordered, 1, similar)
+             or [one for one in ordered if len(given) > 2 and given in one]
+             or difflib.get_close_matches(given, ordered, 1, alike))
+    return f"; did you mean {ordered[found[0]]}?" if found else ""

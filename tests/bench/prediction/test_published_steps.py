@@ -174,7 +174,7 @@ def test_optional_columns_say_what_a_row_is(tmp_path):
 def test_a_misspelt_column_is_named(tmp_path):
     """But not one of something else, nor one beside the column that it is like."""
     rows, problems = read_rows(written(tmp_path, GOOD[0] + ",1000,float16,x",
-                                       head=HEAD + ",Vocab,dtype,type"))
+                                       head=HEAD + ",Vocab,dtype,time"))
     assert len(rows) == 1 and rows[0].config.model.vocab == 51200
     assert problems == ["column 'vocab' is not used; did you mean vocabulary?"]
 
