@@ -294,6 +294,8 @@ def test_dry_train_and_jobs_take_a_plan(choice, overlap, tmp_path, capsys):
     (["--gpus", "8", "--model", "gpt-3-175b", "--batch", "1"], "no plan fits 74.5 GiB a GPU"),
     (["--gpus", "1", "--model", "gpt2", "--batch", "100003"], "so a smaller batch may do too"),
     (["--map", "7919", "--model", "gpt2", "--batch", "8"], "such as 4096 would do"),
+    (["--map", "1,2", "--model", "gpt-3-175b", "--batch", "8"],
+     "--map 1,2: no plan on any of these, the last: --gpus 2 --model gpt-3-175b: no plan fits"),
     (["--gpus", "8", "--model", "none.toml", "--batch", "8"], "there is no such file"),
     (["--gpus", "8", "--model", "gpt-3-175b", "--batch", "8", "--zero", "1"], "--zero 1"),
     (["--ranks", "8"], "--hidden is missing"), (["--hide-sums"], "--gpus is missing"),
