@@ -28,9 +28,7 @@ def find_name(name: str, known: Iterable[str], what: str) -> str:
         When it is none of them; names all of them, and the most similar one.
     """
     known = list(known)
-    if name in known:
-        return name
-    found = {plain(one): one for one in known}.get(plain(str(name)))
+    found = name if name in known else {plain(one): one for one in known}.get(plain(str(name)))
     if found is None:
         raise ValueError(unknown_name(f"{what} {name!r}", name, known))
     return found
