@@ -30,14 +30,14 @@ class DistributedMatrix:
     ----------
     block : ndarray
         This rank's block.
-    place : tuple of slice
-        The block's place in the global matrix.
+    place : tuple of slice, or of ndarray of int
+        The block's place in the global matrix: its rows and its columns.
     shape : tuple of int
         Global shape.
     """
 
     block: np.ndarray
-    place: tuple[slice, slice]
+    place: tuple[slice | np.ndarray, slice | np.ndarray]
     shape: tuple[int, int]
     comm: object
 
@@ -63,10 +63,8 @@ class DistributedMatrix:
         """
         out = np.zeros((self.shape[0], x.shape[1]))
         rows, columns = self.place
-        first = rows.start
-        for part in row_chunks(self.block, absolute):
-            out[first:first + len(part)] = part @ x[columns]
-            first += len(part)
+        out[rows] = np.concatenate([part @ x[columns] for part in row_chunks(
+            self.block, absolute)])
         total = np.empty_like(out)
         self.comm.Allreduce(out, total)
         return total

@@ -11,7 +11,7 @@ mpirun starts.
 import json
 import sys
 import time
-from dataclasses import dataclass
+from typing import Any
 
 from bench.errors import UsageError
 from mm3d import launcher
@@ -23,26 +23,6 @@ MOST_RANKS = 4096    # that one machine starts
 PHASES = ("all ranks run", "grid", "model", "first step", "step")
 CALLS = 100    # of the small gather
 PROGRAM = __spec__.name    # of this module, also where it is run as a program
-
-
-@dataclass(frozen=True)
-class JobStart:
-    """The cost of one job.
-
-    Attributes
-    ----------
-    transport : str
-        The transport along the first direction of its grid.
-    seconds : dict of str to float
-        Seconds of each of `PHASES`.
-    call : float
-        Seconds of a rank's processor time for a small gather, the mean of `CALLS`.
-    """
-
-    ranks: int
-    transport: str
-    seconds: dict[str, float]
-    call: float
 
 
 class FailedJob(Exception):
@@ -61,8 +41,14 @@ def check_cubes(counts: list[int]) -> None:
                          f"{MOST_RANKS} ranks")
 
 
-def measure_start(ranks: int) -> JobStart:
+def measure_start(ranks: int) -> dict[str, Any]:
     """Start a job of `ranks` ranks, see `check_cubes`, and measure its phases.
+
+    Returns
+    -------
+    dict
+        "transport", along the first direction of its grid; seconds of each of `PHASES`; and of a
+        rank's processor time for a small gather, the mean of `CALLS`: "call".
 
     Raises
     ------
@@ -73,9 +59,7 @@ def measure_start(ranks: int) -> JobStart:
     job = run_child(command, env=launcher.environment_to_start(command), with_parent=True)
     if job.status:
         raise FailedJob(f"{ranks} ranks:\n{job.err.strip()}")
-    found = json.loads(job.out.strip().rpartition("\n")[2])
-    return JobStart(ranks, found["transport"], {name: found[name] for name in PHASES},
-                    found["call"])
+    return json.loads(job.out.strip().rpartition("\n")[2])
 
 
 def run_rank(launched: float) -> None:

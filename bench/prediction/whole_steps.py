@@ -120,9 +120,9 @@ def prepare_product(work: Work, comm, dtype: str, seed: int
     grid = product_grid(work.scheme, _in_order(work, comm), work.grid, "numpy")
     problem = Problem(work.scheme, work.form, grid, work.sizes, dtype, seed)
     checks = [done for phase in PHASES
-              for done in matmul.check_results(problem, problem.steps[phase](), seed)]
+              for done in matmul.check_results(problem, getattr(problem, phase)(), seed)]
     clock = Clock(comm)
-    samplers = [sampling.makespans(problem.steps[phase], comm, lambda: None, clock)
+    samplers = [sampling.makespans(getattr(problem, phase), comm, lambda: None, clock)
                 for phase in PHASES]
     return grid, lambda: [sample() for sample in samplers], checks
 

@@ -94,7 +94,7 @@ def _trace_in_order(work: Work, dtype: str, machine: Machine) -> Trace:
     problem = Problem(work.scheme, work.form, grid, work.sizes, dtype)
     with observed(problem.grid, backend.trace, problem):
         for phase in PHASES:
-            problem.steps[phase]()
+            getattr(problem, phase)()
     return backend.trace
 
 

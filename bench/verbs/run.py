@@ -16,7 +16,7 @@ from bench.cluster.rates import rate_text
 from bench.document import Part
 from bench.errors import UsageError
 from bench.experiments.rows.dilation import set_links
-from bench.experiments.rows.row import MeasuredRow, measure_case
+from bench.experiments.rows.row import measure_case
 from bench.experiments.rows.settings import (Settings, check_backend, check_grids, check_variant,
                                              check_verifiable)
 from bench.experiments.training.stopping import stop_file_exists
@@ -244,17 +244,18 @@ def warn_of_slow_nodes(comm) -> None:
             say(node.describe())
 
 
-def measure(one: Case, settings: Settings, peaks: Group | None, comm, traced: bool) -> MeasuredRow:
+def measure(one: Case, settings: Settings, peaks: Group | None, comm, traced: bool) -> tuple:
     """Measure a case, with the memory that idle pools give back; as `measure_case`."""
     backends.get(settings.backend).release_idle_memory()
     return measure_case(one, settings, peaks, comm, traced)
 
 
-def write_row(found: MeasuredRow, one: Case, out: Path, trace: Path | None) -> tuple[int, str]:
+def write_row(found: tuple, one: Case, out: Path, trace: Path | None) -> tuple[int, str]:
     """Write the record and the trace; return the exit status, and what the row's line says."""
-    path = run_file.write_run(found.record, out, one.name)
-    status = chrome_trace.write_file(trace, found.trace) if trace else 0
-    return status, f"{summarize(found.record)}, {path.name}"
+    record, document = found
+    path = run_file.write_run(record, out, one.name)
+    status = chrome_trace.write_file(trace, document) if trace else 0
+    return status, f"{summarize(record)}, {path.name}"
 
 
 def summarize(record: model_run.Run) -> str:

@@ -183,28 +183,30 @@ class _Found:
             return space.layout().unshard(wide(a), chunk.grid, shape)
         blocks = chunk.layers.layers
         # The input of the first block is what the embedding, and dropout, put out.
-        self._watch(blocks[0], "", first, whole)
+        self._watch(blocks[0], "", first, whole, first=True)
         for number, name in enumerate(layers, 1):
             self._watch(blocks[number * steps - 1], name, "", whole)
         for number, name in enumerate(layers[:-1], 1):
-            self._watch(blocks[number * steps], "", name, whole, forward=False)
-        self._watch(ends.output.norm, norm, layers[-1], whole, outputs_only=True)
-        self._watch(ends.output.head, head, norm, logits, inputs=whole, outputs_only=True)
-        self._watch_loss(ends.output.loss, head, logits)
+            self._watch(blocks[number * steps], "", name, whole)
+        self._watch(ends.output.norm, norm, layers[-1], whole)
+        self._watch(ends.output.head, head, norm, logits, inputs=whole)
+        self._watch(ends.output.loss, "", head, logits)
 
     def _watch(self, layer: Any, output: str, given: str, whole: Callable, *,
-               forward: bool = True, outputs_only: bool = False,
-               inputs: Callable | None = None) -> None:
-        """Keep the output of a layer, and the gradient of its input, which `given` put out."""
+               first: bool = False, inputs: Callable | None = None) -> None:
+        """Keep the output of a layer, and the gradient of its input, which `given` put out.
+
+        The input of the `first` layer is kept, too.
+        """
         once, back = layer.forward, layer.backward
 
         def keep_output(x: Any, *rest: Any) -> Any:
-            if given and forward and not outputs_only:
+            if first:
                 self._keep(Place("activation", given), whole(x))
-            y, saved = once(x, *rest)
+            results = once(x, *rest)
             if output:
-                self._keep(Place("activation", output), whole(y))
-            return y, saved
+                self._keep(Place("activation", output), whole(results[0]))
+            return results
 
         def keep_gradient(dy: Any, *rest: Any) -> Any:
             dx = back(dy, *rest)
@@ -212,16 +214,6 @@ class _Found:
                 self._keep(Place("activation gradient", given), (inputs or whole)(dx))
             return dx
         layer.forward, layer.backward = keep_output, keep_gradient
-
-    def _watch_loss(self, loss: Any, head: str, whole: Callable) -> None:
-        """Keep the gradient of the logits."""
-        back = loss.backward
-
-        def keep_gradient(*given: Any) -> Any:
-            dlogits = back(*given)
-            self._keep(Place("activation gradient", head), whole(dlogits))
-            return dlogits
-        loss.backward = keep_gradient
 
     def _keep(self, place: Place, a: np.ndarray) -> None:
         """Keep the part of a micro-batch; all of it when the last one is there."""

@@ -87,28 +87,15 @@ class Reference:
     spread: dict[Place, Distance]
 
 
-@dataclass(frozen=True)
-class Sample:
-    """Hold the error of a tensor in one imitated step.
+Sample = tuple[Distance, np.ndarray]    # of the error of a tensor in one imitated step
 
-    Attributes
-    ----------
-    distance : Distance
-        Its size.
-    part : ndarray
-        At most `KEPT` of its elements, the same in all samples.
-    """
 
-    distance: Distance
-    part: np.ndarray
-
-    @classmethod
-    def of(cls, a: np.ndarray, exact: np.ndarray) -> "Sample":
-        """Return that of a tensor."""
-        gap = np.ravel(a - exact)
-        if gap.size > KEPT:
-            gap = gap[np.random.default_rng(0).integers(gap.size, size=KEPT)]
-        return cls(Distance.between(a, exact), gap)
+def sample_error(a: np.ndarray, exact: np.ndarray) -> Sample:
+    """Return the size of an error, and at most `KEPT` of its elements, the same in all samples."""
+    gap = np.ravel(a - exact)
+    if gap.size > KEPT:
+        gap = gap[np.random.default_rng(0).integers(gap.size, size=KEPT)]
+    return Distance.between(a, exact), gap
 
 
 def measure_reference(start: Start, comm: Any, program: Program | None = None) -> Reference:
@@ -125,7 +112,8 @@ def measure_reference(start: Start, comm: Any, program: Program | None = None) -
     for number in range(comm.rank, SAMPLES, comm.size):
         found = compute_alone(start, lambda gpt, seed=number: imitate(
             gpt, program, seed, start.documents))
-        own.append((number, {place: Sample.of(a, exact[place]) for place, a in found.items()}))
+        own.append((number, {place: sample_error(a, exact[place])
+                             for place, a in found.items()}))
     every = sorted((one for some in comm.allgather(own) for one in some), key=lambda one: one[0])
     level = ALARMS / (2 * len(exact))
     spread = {place: exceeded([some[place] for _, some in every], level) for place in exact}
@@ -143,9 +131,10 @@ def exact_way(comm: Any) -> Way:
 
 def exceeded(samples: list[Sample], level: float) -> Distance:
     """Return the distance that one more error exceeds with a probability, for each number."""
-    return Distance(*bounds_of_one_more(
-        [one.distance.whole for one in samples], [one.distance.largest for one in samples],
-        np.array([one.part for one in samples]), level))
+    distances, parts = zip(*samples)
+    return Distance(*bounds_of_one_more([one.whole for one in distances],
+                                        [one.largest for one in distances],
+                                        np.array(parts), level))
 
 
 def rounding(exact: np.ndarray, dtype: Any) -> Distance:

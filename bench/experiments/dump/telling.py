@@ -6,7 +6,7 @@ from bench.document import Column, Notes, Part, Rows, Table, number_cell
 from bench.experiments.dump.causes import explain
 from bench.experiments.dump.dumps import Dump
 from bench.experiments.dump.envelopes import ALARMS, SAMPLES, Distance
-from bench.experiments.dump.verdicts import (NAMES, Judged, Verdict, count_outside, type_of)
+from bench.experiments.dump.verdicts import NAMES, Judged, Verdict, type_of
 
 
 def tell(dump: Dump, verdict: Verdict) -> list[str]:
@@ -17,10 +17,11 @@ def tell(dump: Dump, verdict: Verdict) -> list[str]:
     if verdict.imitated:
         lines.append(f"envelope: of {SAMPLES} steps in float64 with the roundings of its types; "
                      f"1 of {1 / ALARMS:.0f} right dumps has a tensor outside")
-    counts = count_outside(verdict)
-    lines.append("inside: " + ", ".join(f"{every - wrong} of {every} {NAMES[kind]}" if (
-        every > 1) else f"{NAMES[kind]} {'outside' if wrong else 'inside'}"
-        for kind, (wrong, every) in counts.items()))
+    outside = {kind: [one.outside for one in verdict.judged if one.place.kind == kind]
+               for kind in NAMES}
+    lines.append("inside: " + ", ".join(f"{each.count(False)} of {len(each)} {NAMES[kind]}" if (
+        len(each) > 1) else f"{NAMES[kind]} {'outside' if each[0] else 'inside'}"
+        for kind, each in outside.items() if each))
     lines += [f"not judged: {name}: {why}" for name, why in verdict.left.items()]
     lines += [f"not seen by the program: {one}" for one in dump.unseen]
     one = verdict.first

@@ -4,7 +4,6 @@ The norm and the weights after the step are computed from the dump's own gradien
 all of them: each stage is judged by itself.
 """
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -128,12 +127,6 @@ def program_of(dump: Dump) -> Program:
     return Program(model.dtype, model.master or model.dtype, loss, dump.ranks)
 
 
-def lost_masks(dump: Dump) -> list[Place]:
-    """Return the masks without which nobody can compute the step again."""
-    return [place for place in in_order(dump.family, dump.model) if place.kind == "mask"
-            and place not in dump.tensors] if dump.model.dropout else []
-
-
 def judge(dump: Dump, comm: Any, reference: Reference | None = None) -> Verdict:
     """Judge a dump; every rank of `comm` must call it.
 
@@ -154,8 +147,8 @@ def judge(dump: Dump, comm: Any, reference: Reference | None = None) -> Verdict:
     start = start_of(dump)
     wanted = {place for place in in_order(dump.family, dump.model)
               if (place.kind != "mask" or dump.model.dropout) and place.name not in dump.absent}
-    lost = lost_masks(dump)
-    if lost:
+    lost = {place for place in wanted - dump.tensors.keys() if place.kind == "mask"}
+    if lost:    # nobody can compute the step again
         verdict = Verdict(
             [_judge_mask(dump, place) for place in dump.tensors if place.kind == "mask"],
             {NAMES[kind]: f"{len(lost)} masks of dropout are not there" for kind in IMITATED},
@@ -332,13 +325,6 @@ def _judge_updates(dump: Dump, comm: Any, own: Mapping[str, np.ndarray], after: 
             right, found = other
     exact |= right
     return found
-
-
-def count_outside(verdict: Verdict) -> dict[str, tuple[int, int]]:
-    """Return how many tensors of each kind are outside, and how many were judged."""
-    every = Counter(one.place.kind for one in verdict.judged)
-    wrong = Counter(one.place.kind for one in verdict.judged if one.outside)
-    return {kind: (wrong[kind], every[kind]) for kind in NAMES if every[kind]}
 
 
 def type_of(dump: Dump, verdict: Verdict) -> str:

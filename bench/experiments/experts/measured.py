@@ -7,7 +7,7 @@ Ratios are medians of ratios within repetitions.
 
 import time
 from contextlib import closing, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, Callable, Sequence
 
@@ -16,7 +16,7 @@ import numpy as np
 from bench.checks import against_serial
 from bench.errors import reject
 from bench.experiments.experts.problem import ROUTINGS, ExpertsSubject, routing_settings
-from bench.experiments.experts.verification import Verified, verify_experts
+from bench.experiments.experts.verification import ROUTED, verify_experts
 from bench.experiments.products import operands
 from bench.experiments.torch.child import TorchProcesses
 from bench.experiments.torch.equal_kernels import add_kernels, compare_kernels, count_products
@@ -69,13 +69,14 @@ def measure_experts(subject: ExpertsSubject, torch: str | None,
         if reference:
             left_out = comm.bcast(reference.ask("ways"))
             ways = [way for way, problem in left_out.items() if not problem]
-        verified = []
+        checks, routed = [], []
         for routing in ROUTINGS:
             subject.set_routing(routing)
             theirs = {way: reference.ask("check", way, routing) for way in ways}
             wait_patiently(comm)
-            verified.append(verify_experts(subject, routing, theirs))
-        checks = [check for one in verified for check in one.checks]
+            more, found = verify_experts(subject, routing, theirs)
+            checks += more
+            routed.append(found)
         reject(against_serial.failure_message(checks, "a plain computation in float64"))
         sampler = ExpertsSampler(subject)
         if reference:
@@ -99,7 +100,7 @@ def measure_experts(subject: ExpertsSubject, torch: str | None,
         "left_out": "; ".join(f"PyTorch {way}: {problem}" for way, problem in left_out.items()
                               if problem),
         "ended_by": ended_by, **asdict(limits)}
-    return add_kernels(experts_record(settings, environs, verified, checks, times, parts),
+    return add_kernels(experts_record(settings, environs, routed, checks, times, parts),
                        kernels, 3 * case.flops)
 
 
@@ -113,32 +114,6 @@ def start_torch(subject: ExpertsSubject, python: str) -> TorchProcesses:
         python, "ExpertsLayer",
         {"dtype": case.dtype, "routing": routing_settings(case.experts, case.tokens)},
         arrays, comm, "do the layer of experts")
-
-
-@dataclass(frozen=True)
-class FirstProducts:
-    """Rows and weights of a rank's first products.
-
-    Attributes
-    ----------
-    rows, weights : Array
-        (rows, n) and (experts, n, k).
-    segments : sequence of Segment
-        The rows of each expert.
-    """
-
-    rows: Any
-    weights: Any
-    segments: Any
-
-    def grouped(self) -> Any:
-        """Multiply the rows of each expert by its weight."""
-        return grouped_matmul(self.rows, self.weights, self.segments)
-
-    def single(self, library: Any) -> Any:
-        """Multiply all rows by one weight."""
-        out = library.empty((self.rows.shape[0], self.weights.shape[2]), self.rows.dtype)
-        return library.gemm(self.rows, self.weights[0, :, :], out)
 
 
 class PartClock:
@@ -205,8 +180,8 @@ class ExpertsSampler:
         self.clock = Clock(self.comm)
         self.products = {routing: self._products(routing) for routing in ROUTINGS}
 
-    def _products(self, routing: str) -> FirstProducts:
-        """Make operands of the sizes of the first product with this routing."""
+    def _products(self, routing: str) -> tuple[Any, Any, Any]:
+        """Make rows, weights and the rows of each expert, as in the first product so routed."""
         subject = self.subject
         subject.set_routing(routing)
         with subject.layer.routings.recording() as routings:
@@ -216,14 +191,13 @@ class ExpertsSampler:
         count = max((one.stop for one in segments), default=0)
         rows = self.library.empty((count, weights.shape[1]), weights.dtype)
         rows[...] = 0.5
-        return FirstProducts(rows, weights, segments)
+        return rows, weights, segments
 
     def first_products(self) -> list[Product]:
         """Return the products of this rank's experts in the first product, with equal shares."""
-        first = self.products[ROUTINGS[0]]
-        _, n, columns = first.weights.shape
-        return count_products((one.stop - one.start, n, columns, False, False)
-                              for one in first.segments)
+        _, weights, segments = self.products[ROUTINGS[0]]
+        return count_products((one.stop - one.start, *weights.shape[1:], False, False)
+                              for one in segments)
 
     def sample_layer(self, routing: str) -> Sample:
         """Take a sample of the layer, with the seconds (phases, parts) of each rank."""
@@ -244,6 +218,11 @@ class ExpertsSampler:
     def _time_products(self, multiply: Callable[[], Any]) -> Sample:
         return replace(self._time(multiply), result=None)
 
+    def _single_product(self, rows: Any, weights: Any) -> Any:
+        """Multiply all rows by one weight."""
+        out = self.library.empty((rows.shape[0], weights.shape[2]), rows.dtype)
+        return self.library.gemm(rows, weights[0, :, :], out)
+
     def sample_all(self, limits: Limits, reference: TorchProcesses | None,
                    ways: Sequence[str]) -> tuple[np.ndarray, np.ndarray, str]:
         """Take samples until the limits are reached.
@@ -255,12 +234,13 @@ class ExpertsSampler:
             layer's parts (routings, phases, parts, ranks, repetitions) on rank 0; and the limit.
         """
         sides = {}
-        for routing, products in self.products.items():
+        for routing, (rows, weights, segments) in self.products.items():
             sides |= {
                 (routing, "layer"): partial(self.sample_layer, routing),
-                (routing, "grouped products"): partial(self._time_products, products.grouped),
+                (routing, "grouped products"): partial(
+                    self._time_products, partial(grouped_matmul, rows, weights, segments)),
                 (routing, "one product"): partial(
-                    self._time_products, partial(products.single, self.library)),
+                    self._time_products, partial(self._single_product, rows, weights)),
                 **{(routing, f"PyTorch {way}"): partial(reference.sample, "step", way, routing)
                    for way in ways}}
         layers = [(routing, "layer") for routing in ROUTINGS]
@@ -277,24 +257,16 @@ class ExpertsSampler:
         return times, parts, ended_by
 
 
-def experts_record(settings: dict, environs: dict, verified: list[Verified],
+def experts_record(settings: dict, environs: dict, routed: list[dict[str, np.ndarray]],
                    checks: list[Check], times: np.ndarray, parts: np.ndarray) -> Measurements:
     """Make the record of all samples and of the routing."""
-    tokens, dropped, words, expected, inside, gathered = (
-        np.array([getattr(one, name) for one in verified])
-        for name in ("tokens", "dropped", "words", "expected_words", "inside_words", "gathered"))
     variables = {
         "samples": Variable(times, "s", ("routing", "kind", "repetition")),
         "part_samples": Variable(parts, "s", ("routing", "phase", "part", "rank", "repetition")),
-        "tokens": Variable(tokens, "1", ("routing", "choice", "expert")),
-        "dropped": Variable(dropped, "1", ("routing", "expert")),
-        "balance_loss": Variable(np.array([one.balance_loss for one in verified]), "1",
-                                 ("routing",)),
-        "words": Variable(words, "1", ("routing", "rank")),
-        "expected_words": Variable(expected, "1", ("routing", "rank")),
-        "inside_words": Variable(inside, "1", ("routing", "rank")),
-        "gathered": Variable(gathered.astype(np.int8), "1", ("routing",))}
+        **{name: Variable(np.array([one[name] for one in routed]), "1", ("routing", *dims))
+           for name, dims in ROUTED.items()}}
+    choices, experts = variables["tokens"].values.shape[1:]
     scales = {"routing": ROUTINGS, "kind": KINDS, "repetition": range(times.shape[-1]),
-              "phase": PHASES, "part": PARTS, "rank": range(words.shape[1]),
-              "choice": range(tokens.shape[1]), "expert": range(tokens.shape[2])}
+              "phase": PHASES, "part": PARTS, "rank": range(variables["words"].values.shape[1]),
+              "choice": range(choices), "expert": range(experts)}
     return Measurements("experts", settings, environs, scales, variables, checks)

@@ -1,6 +1,5 @@
 """Verify a layer of experts, and the words that it moves, by a plain computation in NumPy."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,41 +15,18 @@ from mm3d.launcher import wait_patiently
 
 # Relative to the largest logit.
 CHOICE_TOLERANCES = {"float32": 1e-5, "float64": 1e-13}
-
-
-@dataclass(frozen=True)
-class Verified:
-    """The verification of one routing; ranks other than 0 have only the checks.
-
-    Attributes
-    ----------
-    checks : list of Check
-        The comparisons, the same on every rank.
-    tokens : ndarray of int64
-        (choices, experts): how many tokens have each expert as their first, second ... choice.
-    dropped : ndarray of int64
-        (experts,): how many of these pairs were dropped.
-    balance_loss : float
-        The balance loss, by the plain computation.
-    words, expected_words, inside_words : ndarray of int64
-        (ranks,): words of a step between replicas, counted and by the closed form; and those
-        inside replicas, counted.
-    gathered : bool
-        Whether tokens are gathered from the other replicas, and not exchanged.
-    """
-
-    checks: list[Check]
-    tokens: np.ndarray | None = None
-    dropped: np.ndarray | None = None
-    balance_loss: float = 0.0
-    words: np.ndarray | None = None
-    expected_words: np.ndarray | None = None
-    inside_words: np.ndarray | None = None
-    gathered: bool = False
+# The variables of a record that are of its routing, with their dimensions.  How many tokens have
+# each expert as their first, second ... choice, and how many of these pairs were dropped; the
+# balance loss, by the plain computation; words of a step between replicas, counted and by the
+# closed form, and counted inside replicas; and whether tokens are gathered, and not exchanged.
+ROUTED = {"tokens": ("choice", "expert"), "dropped": ("expert",), "balance_loss": (),
+          "words": ("rank",), "expected_words": ("rank",), "inside_words": ("rank",),
+          "gathered": ()}
 
 
 def verify_experts(subject: ExpertsSubject, routing: str,
-                   torch: dict[str, dict[str, np.ndarray]]) -> Verified:
+                   torch: dict[str, dict[str, np.ndarray]]
+                   ) -> tuple[list[Check], dict[str, np.ndarray]]:
     """Run a step from cleared gradients, and compare it with the plain computation.
 
     Parameters
@@ -59,6 +35,13 @@ def verify_experts(subject: ExpertsSubject, routing: str,
         The layer, with the router's weight of this routing.
     torch : dict of str to dict
         PyTorch's results by way and quantity, which are compared too; used on rank 0.
+
+    Returns
+    -------
+    list of Check
+        The comparisons, the same on every rank.
+    dict of str to ndarray
+        On rank 0 what a record has of the routing, by the names of `ROUTED`; empty on the others.
     """
     comm = subject.mesh.comm
     subject.zero_gradients()
@@ -78,18 +61,19 @@ def verify_experts(subject: ExpertsSubject, routing: str,
     gradients = {p.name.removeprefix(f"{NAME}."): p.gather(p.grad)
                  for p in subject.layer.parameters}
     dropped = subject.layer.routings.totals[-1].dropped
-    found = None
+    checks, found = None, {}
     if comm.rank == 0:
         with threadpool_limits(launcher.cores(), user_api="blas"):
-            found = _compare(subject, routing, blocks, gradients, dropped, np.array(words), torch)
+            checks, found = _compare(subject, routing, blocks, gradients, dropped,
+                                     np.array(words), torch)
     wait_patiently(comm)
-    checks = comm.bcast(found and found.checks)
-    return found or Verified(checks)
+    return comm.bcast(checks), found
 
 
 def _compare(subject: ExpertsSubject, routing: str, blocks: list, gradients: dict[str, np.ndarray],
              dropped: np.ndarray, words: np.ndarray,
-             torch: dict[str, dict[str, np.ndarray]]) -> Verified:
+             torch: dict[str, dict[str, np.ndarray]]
+             ) -> tuple[list[Check], dict[str, np.ndarray]]:
     """Compare what all ranks have computed with the plain computation, on rank 0."""
     case = subject.case
     chosen = np.full((case.batch, case.seq, case.experts.top), -1)
@@ -120,8 +104,9 @@ def _compare(subject: ExpertsSubject, routing: str, blocks: list, gradients: dic
     closed = ways["gather" if gathered else "exchange"] + _counts_words(subject, blocks)
     checks.append(Check(f"{name}words between replicas", float(abs(words[:, 0] - closed).sum()),
                         0.0))
-    return Verified(checks, tokens, tokens.sum(0) - kept, plain.balance_loss(), words[:, 0],
-                    closed, words[:, 1], bool(gathered))
+    return checks, dict(zip(ROUTED, map(np.array, (
+        tokens, tokens.sum(0) - kept, plain.balance_loss(), words[:, 0], closed, words[:, 1],
+        np.int8(gathered)))))
 
 
 def _plain_results(subject: ExpertsSubject, routing: str,

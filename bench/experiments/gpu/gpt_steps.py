@@ -91,7 +91,7 @@ class TorchGptStep(TorchClock):
                         for name, a in ours.masters().items()})
         self.optimizer = make_optimizer(torch, self.model, {**OPTIMIZER, "optimizer": "adamw"})
         self.masters: list[Any] = []
-        if mode.itemsize == 2:
+        if mode.dtype.endswith("16"):
             self.masters = list(self.model.p.values())
             for a in self.masters:
                 a.grad = torch.empty_like(a)

@@ -65,11 +65,6 @@ class Mode:
     def __str__(self) -> str:
         return "tf32" if self.tf32 else self.dtype
 
-    @property
-    def itemsize(self) -> int:
-        """Return the bytes of a number."""
-        return 2 if self.dtype.endswith("16") else np.dtype(self.dtype).itemsize
-
     def __enter__(self) -> None:
         self.before.append(getattr(self.backend, "tf32", False))
         self.backend.tf32 = self.tf32
@@ -234,9 +229,7 @@ class TorchLayerStep(TorchClock):
     def check(self) -> dict[str, Any]:
         """Return the results of a call, by the names that checks use."""
         self()
-        found = {"output": self.layer.y.detach(), "input gradient": self.layer.x.grad}
-        return found | {f"gradient of layers.0.{name}": p.grad
-                        for name, p in self.layer.p.items()}
+        return self.layer.results()
 
 
 def find_torch(backend: Backend) -> tuple[Any, str] | None:
@@ -247,8 +240,3 @@ def find_torch(backend: Backend) -> tuple[Any, str] | None:
         return None
     where = "cpu" if backend.host_buffers else "cuda"
     return (torch, where) if where == "cpu" or torch.cuda.is_available() else None
-
-
-def describe_device(backend: Backend) -> dict[str, Any]:
-    """Describe the device, for the record."""
-    return backend.describe_device() | {"peak_device_bytes": backend.memory()["peak"]}

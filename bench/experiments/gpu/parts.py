@@ -10,7 +10,7 @@ longer than a small product.
 """
 
 import gc
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, Callable, Sequence
 
 import numpy as np
@@ -20,6 +20,7 @@ from bench.records.kinds import medians
 import mm3d
 from bench.cases.case import make_case
 from bench.cases.paper import load_tables
+from bench.cases.variants import itemsize
 from bench.errors import UsageError
 from bench.experiments.gpu import device_checks, gpu_cases
 from bench.experiments.gpu.gpt_steps import GptStep, TorchGptStep
@@ -34,21 +35,6 @@ from mm3d.arrays.products import matmul
 from mm3d.transport.communicators import DryCommunicator
 
 Step = Callable[[], object]
-
-
-@dataclass(frozen=True)
-class Rate:
-    """Work over time, as a variable of a record.
-
-    Attributes
-    ----------
-    work : list of float
-        The work of each point, in the units times seconds.
-    """
-
-    name: str
-    units: str
-    work: list[float]
 
 
 class GpuBenchmark:
@@ -125,17 +111,14 @@ class GpuBenchmark:
         if torch and torch[1] != "cpu":
             torch[0].cuda.empty_cache()
 
-    def draw_array(self, shape: tuple[int, ...], dtype: Any, name: str) -> Any:
-        """Draw normally distributed numbers."""
-        return gpu_cases.draw_array(self.backend, shape, dtype, self.seed, name)
-
     def measure_gemm(self) -> Measurements:
         """Measure C = A B as the model computes it, and then by one bare call of the library."""
         found, flops, checks = [], [], []
         for mode in self.modes:
             with mode:
                 for n in self.scale.gemm:
-                    a, b = (self.draw_array((n, n), mode.dtype, name) for name in "AB")
+                    a, b = (gpu_cases.draw_array(self.backend, (n, n), mode.dtype, self.seed, name)
+                            for name in "AB")
                     c = self.backend.empty((n, n), mode.dtype)
                     results = {"model": matmul(a, b), "alone": self.backend.gemm(a, b, c)}
                     checks += device_checks.check_products(mode, a, b, results, self.seed)
@@ -145,7 +128,7 @@ class GpuBenchmark:
                     flops += [2.0 * n ** 3] * 2
         scales = {"mode": [str(mode) for mode in self.modes], "size": self.scale.gemm,
                   "how": ["model", "alone"]}
-        return self.make_record("gpu-gemm", scales, found, checks, Rate("rate", "s-1", flops))
+        return self.make_record("gpu-gemm", scales, found, checks, ("rate", "s-1", flops))
 
     def measure_elementwise(self) -> Measurements:
         """Measure the bandwidth of each kernel and of a copy, counting every array once."""
@@ -153,16 +136,17 @@ class GpuBenchmark:
         rows, cols = self.scale.elementwise
         for mode in self.modes:
             with mode:
-                arrays = [self.draw_array((rows, cols), mode.dtype, name) for name in "abc"]
+                arrays = [gpu_cases.draw_array(self.backend, (rows, cols), mode.dtype, self.seed,
+                                               name) for name in "abc"]
                 checks += device_checks.check_kernels(mode, *arrays)
                 kernels = gpu_cases.elementwise_calls(self.backend, *arrays)
                 names = list(kernels)
                 for count, step in kernels.values():
                     found.append(self.sample_seconds(step))
-                    moved.append(float(count * rows * cols * mode.itemsize))
+                    moved.append(float(count * rows * cols * itemsize(mode.dtype)))
         scales = {"mode": [str(mode) for mode in self.modes], "kernel": names}
         return self.make_record("gpu-elementwise", scales, found, checks,
-                                Rate("bandwidth", "byte s-1", moved))
+                                ("bandwidth", "byte s-1", moved))
 
     def measure_layer(self) -> Measurements:
         """Measure forward and backward of one layer, by mm3d and by PyTorch, in turns.
@@ -195,7 +179,7 @@ class GpuBenchmark:
                     flops += [work] * len(self.libraries)
         scales = {"mode": [str(mode) for mode in self.modes], "hidden": self.scale.hidden,
                   "library": self.libraries}
-        return self.make_record("gpu-layer", scales, found, checks, Rate("rate", "s-1", flops))
+        return self.make_record("gpu-layer", scales, found, checks, ("rate", "s-1", flops))
 
     def measure_step(self) -> Measurements:
         """Measure a whole step of training a GPT, by mm3d and by PyTorch, in turns.
@@ -220,7 +204,7 @@ class GpuBenchmark:
         tokens = float(sizes["batch"] * sizes["seq"])
         scales = {"mode": [str(mode) for mode in modes], "library": ["mm3d", "PyTorch"]}
         return self.make_record("gpu-step", scales, found, checks,
-                                Rate("token_rate", "s-1", [tokens] * len(found)))
+                                ("token_rate", "s-1", [tokens] * len(found)))
 
     def measure_rows(self) -> Measurements:
         """Measure a layer of each row of both tables on rank 0's blocks, without communication."""
@@ -240,17 +224,23 @@ class GpuBenchmark:
         return self.make_record("gpu-rows", {"row": names}, found, checks)
 
     def make_record(self, kind: str, scales: dict, found: list[list[float]],
-                    checks: list[Check], rate: Rate | None = None) -> Measurements:
-        """Make the record of samples along `scales`, and of a rate over their medians."""
+                    checks: list[Check], rate: tuple[str, str, list[float]] | None = None
+                    ) -> Measurements:
+        """Make the record of samples along `scales`, and of a rate over their medians.
+
+        The rate has its name, its units, and the work of each point in these times seconds.
+        """
         shape, dims = tuple(len(labels) for labels in scales.values()), tuple(scales)
         samples = pad_samples(found, shape)
         variables = {"samples": Variable(samples, "s", (*dims, "repetition"))}
         if rate:
-            variables[rate.name] = Variable(
-                np.reshape(rate.work, shape) / medians(samples)[..., 0], rate.units, dims)
+            name, units, work = rate
+            variables[name] = Variable(
+                np.reshape(work, shape) / medians(samples)[..., 0], units, dims)
         return Measurements(
             kind, self.settings, measured_environment(self.backend.name, MPI.COMM_SELF)
-            | gpu_cases.describe_device(self.backend),
+            | self.backend.describe_device() | {
+                "peak_device_bytes": self.backend.memory()["peak"]},
             {**scales, "repetition": range(samples.shape[-1])}, variables, checks)
 
 

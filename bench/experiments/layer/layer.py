@@ -8,7 +8,7 @@ time in each, with communication that goes on while ranks multiply.
 """
 
 from contextlib import closing, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -43,20 +43,6 @@ def check_overlap(scheme: str) -> None:
     if scheme not in able:
         raise UsageError(f"--overlap --scheme {scheme}: only products of {', '.join(able)} can "
                          f"overlap")
-
-
-@dataclass(frozen=True)
-class Beside:
-    """The library that a layer is verified with and measured beside.
-
-    Attributes
-    ----------
-    python : str
-        An interpreter that has it.
-    """
-
-    name: str
-    python: str
 
 
 def check_colossal(scheme: mm3d.Scheme, sizes: ModelSizes) -> None:
@@ -112,29 +98,7 @@ class MeasuredLayer:
         return against_serial.compare(self.model, *results, self.dtype, expected)
 
 
-@dataclass(frozen=True)
-class LayerTimes:
-    """Times of a layer, its local products, and PyTorch.
-
-    Attributes
-    ----------
-    times : ndarray
-        Seconds, (repetitions, kinds, ranks, begin and end); NaN for kinds that were not measured.
-    hidden : float
-        The share of communication that overlap hides; NaN without overlap.
-    ended_by : str
-        The limit that was reached.
-    checks : list of Check
-        Checks of the results of the last repetition.
-    """
-
-    times: np.ndarray
-    hidden: float
-    ended_by: str
-    checks: list[Check]
-
-
-def measure_layer(subject: MeasuredLayer, beside: Beside | None, overlap: int,
+def measure_layer(subject: MeasuredLayer, beside: tuple[str, str] | None, overlap: int,
                   limits: Limits) -> Measurements | None:
     """Measure one layer beside another library's, or alone.
 
@@ -144,9 +108,10 @@ def measure_layer(subject: MeasuredLayer, beside: Beside | None, overlap: int,
     ----------
     subject : MeasuredLayer
         The layer; every rank of its grid calls this.
-    beside : Beside or None
-        What the layer is verified with and measured beside.  Without it the layer is verified
-        with the serial scheme and measured alone.
+    beside : tuple of str or None
+        The library that the layer is verified with and measured beside, `PYTORCH` or `COLOSSAL`,
+        and an interpreter that has it.  Without them the layer is verified with the serial scheme
+        and measured alone.
     overlap : int
         Measure the layer also with communication that overlaps with products, see
         `check_overlap`, in this many panels of rows; 0 for no overlap.
@@ -166,33 +131,36 @@ def measure_layer(subject: MeasuredLayer, beside: Beside | None, overlap: int,
         On all ranks, when a result or a gradient is wrong.
     """
     comm, scheme = subject.scheme.grid.comm, subject.scheme
+    name, python = beside or ("", "")
     if overlap:
         check_overlap(scheme.name)
-    if beside and beside.name == COLOSSAL:
+    if name == COLOSSAL:
         check_colossal(scheme, subject.sizes)
     results = subject.step()
     memory = comm.gather(subject.footprint.peaks())
     kernels = None
-    with closing(start_beside(subject, beside)) if beside else nullcontext() as reference:
+    with closing(start_beside(subject, name, python)) if beside else nullcontext() as reference:
         checks = subject.check_step(results, reference)
-        reject(failure_message(checks, beside))
+        reject(failure_message(checks, name))
         del results
-        counted = count_sides(subject, beside, reference)
+        counted = count_sides(subject, name, reference)
         if reference:
             kernels = compare_kernels(observe_products(subject.step, scheme.grid), subject.dtype,
                                       scheme.grid.backend, reference, subject.seed)
-        found = time_layer(subject, overlap, limits, reference)
-        reject(failure_message(found.checks, beside), "after the last repetition, ")
+        variables, ended_by, again = time_layer(subject, overlap, limits, reference)
+        reject(failure_message(again, name), "after the last repetition, ")
     environs = measured_environment(scheme.grid.backend.name, comm)
     if memory is None:
         return None
     settings = {"scheme": scheme.name, "dtype": subject.dtype,
                 **subject.sizes, "seed": subject.seed, **scheme_options(scheme),
-                "reference": reference.about if reference else "none", "ended_by": found.ended_by,
+                "reference": reference.about if reference else "none", "ended_by": ended_by,
                 **({"overlap": overlap} if overlap else {}), **grid_settings(scheme.grid.shape),
                 "transport": operands.transport_names(scheme.grid), **asdict(limits)}
-    record = layer_record(subject, found, np.array(memory).T, settings, environs, checks)
-    add_counted(record, counted, beside)
+    variables |= {"memory": Variable(np.array(memory).T, "byte", ("account", "rank")),
+                  **{name: Variable(values, "1", ("side", "rank"))
+                     for name, values in zip(("calls", "words"), counted)}}
+    record = layer_record(subject, name, variables, settings, environs, checks + again)
     return add_kernels(record, kernels, record.variables["flops"].values)
 
 
@@ -201,20 +169,20 @@ def scheme_options(scheme: mm3d.Scheme) -> dict[str, str]:
     return {"keep": scheme.keep} if hasattr(scheme, "keep") else {}
 
 
-def failure_message(checks: list[Check], beside: Beside | None) -> str | None:
+def failure_message(checks: list[Check], beside: str) -> str | None:
     """Describe failed checks as `against_serial.failure_message`, naming the other side."""
-    return against_serial.failure_message(checks, beside.name if beside else "the serial scheme")
+    return against_serial.failure_message(checks, beside or "the serial scheme")
 
 
-def start_beside(subject: MeasuredLayer, beside: Beside) -> TorchProcesses:
+def start_beside(subject: MeasuredLayer, beside: str, python: str) -> TorchProcesses:
     """Start the other side beside the ranks; UsageError on all ranks when it does not start."""
     case, comm = {"heads": subject.sizes.heads, "dtype": subject.dtype}, subject.scheme.grid.comm
     arrays = None if comm.rank else global_arrays(subject.sizes, subject.seed, subject.dtype)
-    name, ranks = (("ColossalLayer", comm.size) if beside.name == COLOSSAL else ("Layer", 1))
-    return TorchProcesses(beside.python, name, case, arrays, comm, "do the layer", ranks)
+    name, ranks = (("ColossalLayer", comm.size) if beside == COLOSSAL else ("Layer", 1))
+    return TorchProcesses(python, name, case, arrays, comm, "do the layer", ranks)
 
 
-def count_sides(subject: MeasuredLayer, beside: Beside | None,
+def count_sides(subject: MeasuredLayer, beside: str,
                 reference: TorchProcesses | None) -> np.ndarray | None:
     """Count calls and words in a step of each side, (counts, sides, ranks), on rank 0.
 
@@ -226,7 +194,7 @@ def count_sides(subject: MeasuredLayer, beside: Beside | None,
         On all ranks, when both keep gathered operands, as ColossalAI does, and move other words.
     """
     rows = [subject.count()]
-    if beside and beside.name == COLOSSAL:
+    if beside == COLOSSAL:
         found = reference.take_turn("count")
         rows.append([found["calls"], found["words"]])
     comm = subject.scheme.grid.comm
@@ -242,15 +210,6 @@ def count_sides(subject: MeasuredLayer, beside: Beside | None,
     return everyone
 
 
-def add_counted(record: Measurements, counted: np.ndarray, beside: Beside | None) -> None:
-    """Add what `count_sides` has counted to a record."""
-    record.scales["side"] = ("mm3d", COLOSSAL)[:counted.shape[1]]
-    for name, values in zip(("calls", "words"), counted):
-        record.raw[name] = Variable(values, "1", ("side", "rank"))
-    if beside:
-        record.scales["kind"] = tuple(beside.name if kind == PYTORCH else kind for kind in KINDS)
-
-
 def global_arrays(sizes: ModelSizes, seed: int, dtype: str) -> dict[str, np.ndarray]:
     """Draw the input, the output's gradient and the parameters of the layer as global arrays."""
     model = mm3d.Transformer(
@@ -260,8 +219,18 @@ def global_arrays(sizes: ModelSizes, seed: int, dtype: str) -> dict[str, np.ndar
 
 
 def time_layer(subject: MeasuredLayer, overlap: int, limits: Limits,
-               reference: TorchProcesses | None) -> LayerTimes:
-    """Measure `KINDS` until the limits are reached, and check the last results."""
+               reference: TorchProcesses | None
+               ) -> tuple[dict[str, Variable], str, list[Check]]:
+    """Measure `KINDS` until the limits are reached, and check the last results.
+
+    Returns
+    -------
+    dict of str to Variable
+        Seconds, NaN for kinds that were not measured, and the share of communication that overlap
+        hides; NaN without overlap.
+    str, list of Check
+        The limit that was reached, and checks of the results of the last repetition.
+    """
     grid, last = subject.scheme.grid, []
     clock, replay = Clock(grid.comm), LocalProducts(subject.step, grid, subject.dtype)
     replay.result = None
@@ -288,22 +257,21 @@ def time_layer(subject: MeasuredLayer, overlap: int, limits: Limits,
     times = np.full((len(found[0]), len(KINDS), grid.comm.size, 2), np.nan)
     for kind, samples in found.items():
         times[:, kind] = [one.times for one in samples]
-    return LayerTimes(times, hidden, ended_by, checks)
+    return {"times": Variable(times, "s", ("repetition", "kind", "rank", "edge")),
+            "hidden": Variable(np.array(hidden), "1", ())}, ended_by, checks
 
 
-def layer_record(subject: MeasuredLayer, found: LayerTimes, memory: np.ndarray, settings: dict,
-                 environs: dict, checks: list[Check]) -> Measurements:
-    """Make the record of the repetitions."""
-    times = found.times
+def layer_record(subject: MeasuredLayer, beside: str, variables: dict[str, Variable],
+                 settings: dict, environs: dict, checks: list[Check]) -> Measurements:
+    """Make the record of the repetitions and counts, with the memory that a dry run expects."""
     expected = dry_run.trace_step(
         settings["scheme"], subject.scheme.grid.size, subject.scheme.grid.shape.sizes,
         block=subject.scheme.grid.backend.block, dtype=settings["dtype"],
         **subject.sizes).pool_peak
-    variables = {
-        "times": Variable(times, "s", ("repetition", "kind", "rank", "edge")),
-        "hidden": Variable(np.array(found.hidden), "1", ()),
-        "memory": Variable(memory, "byte", ("account", "rank")),
-        "expected_memory": Variable(np.array(float(expected)), "byte", ())}
-    scales = {"repetition": range(len(times)), "kind": KINDS, "rank": range(times.shape[2]),
-              "edge": ("begin", "end"), "account": Footprint.accounts}
-    return Measurements("layer", settings, environs, scales, variables, checks + found.checks)
+    variables["expected_memory"] = Variable(np.array(float(expected)), "byte", ())
+    repetitions, _, ranks, _ = variables["times"].values.shape
+    kinds = tuple(beside or kind if kind == PYTORCH else kind for kind in KINDS)
+    scales = {"repetition": range(repetitions), "kind": kinds, "rank": range(ranks),
+              "edge": ("begin", "end"), "account": Footprint.accounts,
+              "side": ("mm3d", COLOSSAL)[:len(variables["words"].values)]}
+    return Measurements("layer", settings, environs, scales, variables, checks)

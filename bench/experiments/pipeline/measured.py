@@ -10,7 +10,7 @@ import numpy as np
 import mm3d
 from bench.checks import against_serial
 from bench.errors import reject
-from bench.experiments.pipeline.reference import STEPS, ActionSpent, TorchPipeline, gather_actions
+from bench.experiments.pipeline.reference import STEPS, TorchPipeline, gather_actions
 from bench.experiments.pipeline.subject import (ABOUT_WORK, ActionTimes, LayersSubject,
                                                 PipelineCase)
 from bench.experiments.pipeline.waiting import WaitingSubject
@@ -104,7 +104,7 @@ def measure_pipeline(mesh: Mesh, case: PipelineCase, limits: Limits,
 
 
 def sample_step(subject: Any, actions: ActionTimes, clock: Clock) -> Sample:
-    """Execute a step; return the times of the actions of all ranks, and their `ActionSpent`."""
+    """Execute a step; see `gather_actions`."""
     mesh, processor = subject.mesh, 0.0
 
     def step() -> None:
@@ -116,8 +116,7 @@ def sample_step(subject: Any, actions: ActionTimes, clock: Clock) -> Sample:
     actions.times.clear()
     time_side(step, mesh.comm, mesh.scheme.grid.backend.synchronize, clock)
     slept = np.full(len(STEPS), np.nan) if subject.slept is None else subject.slept
-    return gather_actions(mesh.comm, subject.case, np.array(actions.times),
-                          ActionSpent(processor, slept))
+    return gather_actions(mesh.comm, subject.case, np.array(actions.times), processor, slept)
 
 
 def check_both(subject: Any, reference: TorchPipeline | None, when: str = "") -> list[Check]:
@@ -213,9 +212,9 @@ def side_variables(times: np.ndarray, found: dict[str, list[Sample]]) -> dict[st
     """Return the variables of both sides; none without a reference."""
     if len(found) == 1:
         return {}
-    processor, slept = (np.array([[[getattr(spent, name) for spent in one.result]
+    processor, slept = (np.array([[[spent[part] for spent in one.result]
                                    for one in samples] for samples in found.values()])
-                        for name in ("processor", "slept"))
+                        for part in (0, 1))
     variables = {
         "reference_times": Variable(times[1], "s", ("repetition", "rank", "action", "edge")),
         "processor": Variable(processor, "s", ("side", "repetition", "rank"))}

@@ -1,6 +1,5 @@
 """Start PyTorch's own pipeline, a process beside each rank, to be measured in the same run."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,33 +17,19 @@ from mm3d.training.mesh import Mesh
 STEPS = ("F", "B", "W")
 
 
-@dataclass(frozen=True)
-class ActionSpent:
-    """The processor time and the sleep of a rank in a step.
-
-    Attributes
-    ----------
-    processor : float
-        Seconds of processor time.
-    slept : ndarray
-        Mean seconds that it waited for F, B and W; NaN with layers.
-    """
-
-    processor: float
-    slept: np.ndarray
-
-
-def gather_actions(comm: Any, case: PipelineCase, times: np.ndarray, spent: ActionSpent) -> Sample:
-    """Gather the times and `ActionSpent` of all ranks into the sample of a step.
+def gather_actions(comm: Any, case: PipelineCase, times: np.ndarray, processor: float,
+                   slept: np.ndarray) -> Sample:
+    """Gather what all ranks measured into the sample of a step.
 
     Times, (ranks, actions, begin and end), count from the begin of the first action; NaN beyond
-    the actions of a rank.
+    the actions of a rank.  The result has of each rank the seconds of `processor` time, and the
+    mean seconds `slept` that it waited for F, B and W; NaN with layers.
     """
     own = np.full((max(map(len, case.schedule.rows)), 2), np.nan)
     own[:len(times)] = times
     every = np.empty((comm.size, *own.shape))
     comm.Allgather(own, every)
-    return Sample(every - np.nanmin(every), comm.allgather(spent))
+    return Sample(every - np.nanmin(every), comm.allgather((processor, slept)))
 
 
 def refuse_pipeline(mesh: Mesh, case: PipelineCase) -> None:
@@ -108,11 +93,11 @@ class TorchPipeline:
         self.about = self.processes.about
 
     def sample(self) -> Sample:
-        """Execute another step; return when all ranks acted, and their `ActionSpent`."""
+        """Execute another step; see `gather_actions`."""
         found = self.processes.take_turn("step")
         slept = np.array([found["slept"].get(step, np.nan) for step in STEPS])
         return gather_actions(self.mesh.comm, self.case, np.array(
-            [action[3:] for action in found["actions"]]), ActionSpent(found["processor"], slept))
+            [action[3:] for action in found["actions"]]), found["processor"], slept)
 
     def check(self) -> list[Check]:
         """Execute a step, and check its results and that its actions are the schedule's.

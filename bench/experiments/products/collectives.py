@@ -149,16 +149,14 @@ def measure_collectives(grid: mm3d.Grid, sizes: Sequence[int], dtype: str, limit
 
     points = [(axis, kind, size) for axis in axes for kind in COLLECTIVES for size in sizes]
     found = measure_in_random_order(points, seed, measure, progress)
-    wire = wire_bytes.measure_wire(grid, axes, sizes[-1], dtype)
     environs = measured_environment(grid.backend.name, comm)
-    if comm.rank > 0:
-        return None
     settings = {"dtype": dtype, "seed": seed, **grid_settings(grid.shape),
                 "transport": operands.transport_names(grid),
                 "transports": " ".join(grid[name].transport.name for name in axes),
                 **asdict(limits)}
     scales = {"axis": axes, "collective": COLLECTIVES, "size": list(sizes)}
-    return wire_bytes.add_wire(collectives_record(scales, found, settings, environs), wire)
+    record = None if comm.rank else collectives_record(scales, found, settings, environs)
+    return wire_bytes.add_wire(record, grid, axes, sizes[-1], dtype)
 
 
 def measure_collective(grid: mm3d.Grid, axis: str, kind: str, shape: tuple[int, ...], dtype: str,

@@ -1,20 +1,14 @@
 """Call the matrix products of ScaLAPACK's BLAS, so that both sides multiply with it."""
 
-import contextlib
 import ctypes
 from pathlib import Path
-from typing import Callable, Iterator
 
 import numpy as np
 from threadpoolctl import threadpool_info
 
-from mm3d.arrays.backend import Backend
+from bench.errors import UsageError
 
 ROUTINES = {"float32": ("sgemm_", ctypes.c_float), "float64": ("dgemm_", ctypes.c_double)}
-
-
-class OtherBlas(OSError):
-    """ScaLAPACK calls another function than the one that was found."""
 
 
 class FortranGemm:
@@ -34,7 +28,7 @@ class FortranGemm:
 
     Raises
     ------
-    OtherBlas
+    UsageError
         When ScaLAPACK's calls bind to another library: the first loaded one with a function of
         that name.
     """
@@ -44,8 +38,8 @@ class FortranGemm:
         self._call, bound = (getattr(lib, name) for lib in (library, ctypes.CDLL(None)))
         files = [library_name(function) for function in (self._call, bound)]
         if address_of(self._call) != address_of(bound):
-            raise OtherBlas(f"{name} of ScaLAPACK's BLAS is in {files[0]}, but its calls end in "
-                            f"{files[1]}, which was loaded before")
+            raise UsageError(f"{name} of ScaLAPACK's BLAS is in {files[0]}, but its calls end in "
+                             f"{files[1]}, which was loaded before")
         self._call.restype = None
         self.file, self.dtype = files[0], np.dtype(dtype)
 
@@ -94,24 +88,6 @@ def library_name(function) -> str:
     info = Info()
     found = ctypes.CDLL(None).dladdr(ctypes.c_void_p(address_of(function)), ctypes.byref(info))
     return Path(info.file.decode()).resolve().name if found else "unknown"
-
-
-@contextlib.contextmanager
-def use_gemm(backend: Backend, gemm: Callable) -> Iterator[None]:
-    """Compute the products of a backend by `gemm` within the block.
-
-    An observer must be entered within the block: one of an outer block does not see these
-    products.
-    """
-    own, before = "gemm" in vars(backend), backend.gemm
-    backend.gemm = gemm
-    try:
-        yield
-    finally:
-        if own:
-            backend.gemm = before
-        else:
-            del backend.gemm
 
 
 def describe_loaded() -> dict[str, str]:

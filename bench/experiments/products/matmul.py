@@ -7,7 +7,7 @@ machine slows them all; efficiencies are medians of the ratios of such pairs.
 
 import math
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from typing import Callable, ContextManager, Sequence
 
@@ -67,17 +67,17 @@ def measure_product(problem: Problem, backward: bool, calls: int | None, limits:
     phases = ("forward", "backward") if backward else ("forward",)
     replays, words, checks = verify_product(problem, phases, seed)
     with watched(grid):
-        found = time_product(problem, replays, calls, limits, seed)
-    again = [check for results in found.last.values()
+        times, calls, ended_by, last = time_product(problem, replays, calls, limits, seed)
+    again = [check for results in last.values()
              for check in check_results(problem, results, seed + 1)]
     reject(freivalds.failure_message(again), "after the last repetition, ")
     everyone = grid.comm.gather(words)
     environs = measured_environment(grid.backend.name, grid.comm)
     if everyone is None:
         return None
-    settings = {**product_settings(problem), "seed": seed, "ended_by": found.ended_by,
-                "calls": found.calls, **asdict(limits)}
-    return product_record(phases, found.times, np.array(everyone).T, settings, environs,
+    settings = {**product_settings(problem), "seed": seed, "ended_by": ended_by,
+                "calls": calls, **asdict(limits)}
+    return product_record(phases, times, np.array(everyone).T, settings, environs,
                           checks + again)
 
 
@@ -98,7 +98,7 @@ def verify_product(problem: Problem, phases: Sequence[str],
     replays, words, checks = {}, [], []
     for phase in phases:
         problem.grid.reset_traffic()
-        replays[phase] = LocalProducts(problem.steps[phase], problem.grid, problem.dtype)
+        replays[phase] = LocalProducts(getattr(problem, phase), problem.grid, problem.dtype)
         words.append(sum(traffic.words for traffic in problem.grid.traffic().values()))
         checks += check_results(problem, replays[phase].result, seed)
         replays[phase].result = None
@@ -130,77 +130,45 @@ def check_results(problem: Problem, results: dict[str, Array], seed: int) -> lis
     return found
 
 
-@dataclass(frozen=True)
-class ProductTimes:
-    """Times of a product, its local products and the one process.
+def time_product(problem: Problem, replays: dict[str, LocalProducts], calls: int | None,
+                 limits: Limits, seed: int) -> tuple[np.ndarray, int, str, dict]:
+    """Measure the product, its local products and the one process until limits are reached.
 
-    Attributes
-    ----------
+    Returns
+    -------
     times : ndarray
         Seconds a call, (phases, repetitions, kinds, ranks, begin and end).
-    ended_by : str
-        The limit that was reached.
+    calls, ended_by : int, str
+        Calls of a sample, and the limit that was reached.
     last : dict
         This rank's results of the last repetition, by phase.
     """
+    comm, synchronize = problem.grid.comm, problem.grid.backend.synchronize
+    whole = WholeProduct(problem, seed) if comm.rank == 0 else None
+    clock, last = Clock(comm), {}
 
-    times: np.ndarray
-    calls: int
-    ended_by: str
-    last: dict[str, dict[str, Array]]
-
-
-class ProductSampler:
-    """Take samples of a product, its local products and the one process.
-
-    Parameters
-    ----------
-    replays : dict of str to LocalProducts
-        Its local products, by phase.
-    seed : int
-        The seed of the matrices of the one process.
-
-    Attributes
-    ----------
-    last : dict
-        This rank's results of the last call of the product, by phase.
-    """
-
-    def __init__(self, problem: Problem, replays: dict[str, LocalProducts], seed: int) -> None:
-        self.problem, self.replays, self.comm = problem, replays, problem.grid.comm
-        self.whole = WholeProduct(problem, seed) if self.comm.rank == 0 else None
-        self.clock = Clock(self.comm)
-        self.last: dict[str, dict[str, Array]] = {}
-
-    def sample(self, phase: str, kind: str, calls: int) -> Sample:
+    def sample(phase: str, kind: str, calls: int) -> Sample:
         """Measure one of `KINDS`, in seconds a call."""
-        comm, synchronize = self.comm, self.problem.grid.backend.synchronize
         if kind == "one process":
             return time_alone(lambda: time_one_process(
-                self.whole.steps[phase], calls, synchronize) / calls, comm)
-        step = self.replays[phase] if kind == "local products" else self.problem.steps[phase]
-        found = time_side(repeat_calls(step, calls), comm, synchronize, self.clock)
+                getattr(whole, phase), calls, synchronize) / calls, comm)
+        step = replays[phase] if kind == "local products" else getattr(problem, phase)
+        found = time_side(repeat_calls(step, calls), comm, synchronize, clock)
         if kind == "product":
-            self.last[phase] = found.result
+            last[phase] = found.result
         return Sample(found.times / calls)
-
-
-def time_product(problem: Problem, replays: dict[str, LocalProducts], calls: int | None,
-                 limits: Limits, seed: int) -> ProductTimes:
-    """Measure the product, its local products and the one process until limits are reached."""
-    comm, sampler = problem.grid.comm, ProductSampler(problem, replays, seed)
     # All three once, to warm up.
-    trial = [sampler.sample(phase, kind, 1) for phase in replays for kind in KINDS][2].seconds
+    trial = [sample(phase, kind, 1) for phase in replays for kind in KINDS][2].seconds
     calls = comm.bcast(calls or max(1, math.ceil(SAMPLE / max(trial, 1e-6))
                                     if comm.rank == 0 else 1))
     above, below = (KINDS[kind] for kind in RATIOS["efficiency"])
     found, ended_by = compare_in_turns(
-        {(phase, kind): partial(sampler.sample, phase, kind, calls)
+        {(phase, kind): partial(sample, phase, kind, calls)
          for phase in replays for kind in KINDS}, limits, seed, comm, warmup=0,
         ratios=[((phase, above), (phase, below)) for phase in replays])
     times = np.array([[[one.times for one in found[phase, kind]] for kind in KINDS]
                       for phase in replays])
-    return ProductTimes(times.swapaxes(1, 2), calls, ended_by, sampler.last)
+    return times.swapaxes(1, 2), calls, ended_by, last
 
 
 def time_one_process(step: Callable[[], object], calls: int,

@@ -10,15 +10,13 @@ from typing import Callable
 
 import numpy as np
 
+from bench.checks import freivalds
 from bench.errors import UsageError
 from bench.experiments.products.fortran_blas import ROUTINES
+from bench.records.measurements import Check
 
 INSTALL = ("ScaLAPACK is not here: apt-get install libscalapack-mpich2.2 libopenblas0-pthread, "
            "or libscalapack-openmpi2.2 where mpi4py uses Open MPI")
-
-
-class MissingScalapack(UsageError):
-    """No installed ScaLAPACK fits the MPI library in use."""
 
 
 def load_scalapack(find: Callable[[str], str | None] = find_library) -> ctypes.CDLL:
@@ -26,13 +24,13 @@ def load_scalapack(find: Callable[[str], str | None] = find_library) -> ctypes.C
 
     Raises
     ------
-    MissingScalapack
-        When it is not installed.
+    UsageError
+        When none that fits the MPI library in use is installed.
     """
     loaded = re.findall(r"/\S*/libmpi\S*\.so\S*",
                         os.fsdecode(Path("/proc/self/maps").read_bytes()))
     if not loaded:
-        raise MissingScalapack(f"the MPI library in use was not found; {INSTALL}")
+        raise UsageError(f"the MPI library in use was not found; {INSTALL}")
     # A globally loaded library takes precedence over ScaLAPACK's own MPI library.
     mpi = ctypes.CDLL(loaded[0], ctypes.RTLD_GLOBAL)
     text = ctypes.create_string_buffer(8192)
@@ -40,7 +38,7 @@ def load_scalapack(find: Callable[[str], str | None] = find_library) -> ctypes.C
     kind = "openmpi" if b"Open MPI" in text.value else "mpich"
     name = find(f"scalapack-{kind}")
     if name is None:
-        raise MissingScalapack(INSTALL)
+        raise UsageError(INSTALL)
     return ctypes.CDLL(name, ctypes.RTLD_GLOBAL)
 
 
@@ -98,10 +96,10 @@ class Pgemm:
         """Free the grid."""
         self._exit(self.context)
 
-    def _indices(self, name: str) -> list[np.ndarray]:
-        """List this rank's rows, and its columns."""
-        return [np.flatnonzero(np.arange(extent) // self.block % ranks == mine)
-                for extent, ranks, mine in zip(self.shapes[name], self.grid, self.place)]
+    def _indices(self, name: str) -> tuple[np.ndarray, ...]:
+        """Return this rank's rows, and its columns."""
+        return tuple(np.flatnonzero(np.arange(extent) // self.block % ranks == mine)
+                     for extent, ranks, mine in zip(self.shapes[name], self.grid, self.place))
 
     def _descriptor(self, lib: ctypes.CDLL, name: str) -> ctypes.Array:
         found, info = (ctypes.c_int * 9)(), ctypes.c_int()
@@ -113,16 +111,10 @@ class Pgemm:
             raise RuntimeError(f"descinit refuses argument {-info.value} of {name}: {numbers}")
         return found
 
-    def error(self, seed: int) -> float:
-        """Compute the greatest error of C times a random vector, as a multiple of |A||B|."""
-        x = np.random.default_rng(seed).choice([-1.0, 1.0], self.shapes["B"][1])
-        found = self._times("C", x) - self._times("A", self._times("B", x))
-        bound = self._times("A", self._times("B", np.abs(x), True), True)
-        return float(np.max(np.abs(found) / bound))
-
-    def _times(self, name: str, x: np.ndarray, absolute: bool = False) -> np.ndarray:
-        block, (rows, columns) = self.blocks[name].astype(np.float64), self._indices(name)
-        part, out = np.zeros(self.shapes[name][0]), np.empty(self.shapes[name][0])
-        part[rows] = (np.abs(block) if absolute else block) @ x[columns]
-        self.comm.Allreduce(part, out)
-        return out
+    def check(self, seed: int) -> list[Check]:
+        """Check C as `bench.checks.freivalds.check_product`; every rank calls it."""
+        A, B, C = (freivalds.DistributedMatrix(
+            block, self._indices(name), self.shapes[name], self.comm)
+            for name, block in self.blocks.items())
+        return freivalds.check_product(f"C of ScaLAPACK in blocks of {self.block}", A, B, C, seed,
+                                       str(C.block.dtype))

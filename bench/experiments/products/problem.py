@@ -18,11 +18,6 @@ from mm3d.tracing.events import ArrayObserver, Gemm
 from mm3d.tracing.observe import observed
 
 
-def schemes_with_products() -> list[str]:
-    """List the names of the algorithms that multiply plain matrices, with layers or alone."""
-    return list(algorithms_with_products())
-
-
 def product_grid(scheme: str, comm, sizes: Sequence[int] | GridShape | None = None,
                  backend: str | Backend | None = None) -> Grid:
     """Make the grid on which a scheme computes products of plain matrices.
@@ -43,7 +38,7 @@ def product_grid(scheme: str, comm, sizes: Sequence[int] | GridShape | None = No
     if cls is None:
         find_scheme(scheme)    # raises its error for a name that nothing has
         raise ValueError(f"scheme {scheme!r} has no products of plain matrices: choose one of "
-                         f"{', '.join(schemes_with_products())}")
+                         f"{', '.join(algorithms_with_products())}")
     sizes = sizes or cls.default_grid(comm.size)
     if len(sizes) != len(cls.directions):
         raise ValueError(f"--grid {'x'.join(map(str, sizes))}: scheme {scheme} has "
@@ -94,11 +89,6 @@ class Problem:
         """Compute this rank's blocks of dA and dB."""
         dA, dB = self.product.backward(*(self.blocks[name] for name in "CAB"))
         return {"dA": dA, "dB": dB}
-
-    @property
-    def steps(self) -> dict[str, Callable[[], dict[str, Array]]]:
-        """Forward and backward, by the name of the phase."""
-        return {"forward": self.forward, "backward": self.backward}
 
     def distributed(self, name: str, block: Array | None = None) -> DistributedMatrix:
         """Return A, B or C for `bench.checks.freivalds`: as drawn, or the `block` of a result.
@@ -151,11 +141,6 @@ class WholeProduct:
         dA, dB = (LOCAL_PRODUCTS[form](*(self.blocks[name] for name in names))
                   for form, names in GRADIENT_PRODUCTS[self.form])
         return dA, dB
-
-    @property
-    def steps(self) -> dict[str, Callable[[], Any]]:
-        """Forward and backward, by the name of the phase."""
-        return {"forward": self.forward, "backward": self.backward}
 
 
 class OperandShapes(ArrayObserver):

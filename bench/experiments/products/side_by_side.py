@@ -75,7 +75,7 @@ def count_product(problem: Problem, phase: str = "forward") -> CountedProduct:
     grid.reset_traffic()
     grid.backend.reset_peak()
     with observed(grid, trace):
-        result = problem.steps[phase]()
+        result = getattr(problem, phase)()
     memory = grid.backend.memory()["peak"]
     del result
     found = list(grid.traffic().values())

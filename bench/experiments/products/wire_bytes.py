@@ -1,7 +1,7 @@
 """Measure the bytes that collectives send between nodes, beside the fewest that must be sent."""
 
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Sequence
 
 import numpy as np
@@ -12,7 +12,7 @@ from bench.cluster.spec import Cluster
 from bench.experiments.products import operands
 from bench.instruments.clock import Clock, time_on_all_ranks
 from bench.instruments.wire import WireRecorder
-from bench.records.measurements import Check, Measurements, Setting, Variable
+from bench.records.measurements import Measurements, Variable
 from mm3d.grid.axis import COLLECTIVES, Axis
 from mm3d.grid.split import Split
 from mm3d.transport.mpi import MpiTransport
@@ -21,48 +21,24 @@ ROUNDS = 5    # of each collective by each transport
 WAYS = ("grid", "mpi")
 
 
-@dataclass(frozen=True)
-class WireMeasurement:
-    """What collectives of one array sent between nodes, by the transports of a grid and by MPI.
-
-    Attributes
-    ----------
-    settings : dict
-        Bytes of the array.
-    scales : dict of str to sequence
-        Labels along dimensions.
-    variables : dict of str to Variable
-        Bytes that each node received and sent in a call, those it has to receive, and seconds.
-    checks : list of Check
-        The comparisons of the results with the exact ones.
-    """
-
-    settings: dict[str, Setting]
-    scales: dict[str, Sequence]
-    variables: dict[str, Variable]
-    checks: list[Check]
-
-
-def measure_wire(grid: mm3d.Grid, axes: Sequence[str], size: int,
-                 dtype: str) -> WireMeasurement | None:
-    """Measure the bytes between nodes of every collective along the directions `axes`.
+def add_wire(record: Measurements | None, grid: mm3d.Grid, axes: Sequence[str], size: int,
+             dtype: str) -> Measurements | None:
+    """Measure the bytes between nodes of every collective along `axes`, and add them to a record.
 
     Each round calls a collective once by the transport of the grid and once by MPI's own
     algorithm, all lines of a direction at the same time, and reads the counters of the kernel.
 
     Parameters
     ----------
+    record : Measurements or None
+        Of "collectives" on rank 0, which is returned; as it is outside of an emulated cluster, and
+        on one node.
     grid : Grid
         The ranks; every one of them calls this.
     axes : sequence of str
         Directions of two ranks or more.
     size : int
         Bytes of the array that the ranks of a line gather or sum.
-
-    Returns
-    -------
-    WireMeasurement or None
-        On rank 0; None on the others, outside of an emulated cluster, and on one node.
 
     Raises
     ------
@@ -72,12 +48,14 @@ def measure_wire(grid: mm3d.Grid, axes: Sequence[str], size: int,
     recorder = WireRecorder(grid.comm)
     nodes = max(recorder.nodes) + 1
     if Cluster.from_environment() is None or not recorder.available or nodes == 1:
-        return None
+        return record
     words = size // np.dtype(dtype).itemsize
     found, checks, clock = [], [], Clock(grid.comm)
     for axis, kind in itertools.product(axes, COLLECTIVES):
         calls = []
-        for way, line in zip(WAYS, (grid[axis], _mpi_axis(grid, axis))):
+        line = grid[axis].comm
+        of_mpi = Axis(axis, line, grid.backend, MpiTransport(line, grid.backend))
+        for way, line in zip(WAYS, (grid[axis], of_mpi)):
             split = Split(line, 0, words)
             a = operands.collective_operand(split, kind, (words,), dtype)
             calls.append(operands.collective_call(split, kind, a))
@@ -85,31 +63,17 @@ def measure_wire(grid: mm3d.Grid, axes: Sequence[str], size: int,
             checks.append(replace(check, quantity=f"{check.quantity}, wire, {way}"))
         found.append([[_one_call(call, grid, recorder, clock) for call in calls]
                       for _ in range(ROUNDS)])
-    if grid.comm.rank:
+    if record is None:
         return None
     shape, dims = (len(axes), len(COLLECTIVES)), ("axis", "collective", "round", "way")
     taken = np.array(found).reshape(*shape, ROUNDS, len(WAYS), 3, nodes)
-    return WireMeasurement(
-        {"wire_size": size}, {"round": range(ROUNDS), "way": WAYS, "node": range(nodes)},
-        {"wire_received": Variable(taken[..., 0, :], "byte", (*dims, "node")),
-         "wire_sent": Variable(taken[..., 1, :], "byte", (*dims, "node")),
-         "wire_seconds": Variable(taken[..., 2, 0], "s", dims)}, checks)
-
-
-def add_wire(record: Measurements, wire: WireMeasurement | None) -> Measurements:
-    """Return the record of ``collectives`` with the bytes on the wire, if measured."""
-    if wire is None:
-        return record
-    return replace(record, configuration=record.configuration | wire.settings,
-                   scales=record.scales | wire.scales,
-                   raw=record.raw | wire.variables,
-                   checks=record.checks + wire.checks)
-
-
-def _mpi_axis(grid: mm3d.Grid, axis: str) -> Axis:
-    """Make an axis of the same ranks whose collectives are MPI's own."""
-    comm = grid[axis].comm
-    return Axis(axis, comm, grid.backend, MpiTransport(comm, grid.backend))
+    record.configuration["wire_size"] = size
+    record.scales.update(round=range(ROUNDS), way=WAYS, node=range(nodes))
+    record.raw.update(wire_received=Variable(taken[..., 0, :], "byte", (*dims, "node")),
+                      wire_sent=Variable(taken[..., 1, :], "byte", (*dims, "node")),
+                      wire_seconds=Variable(taken[..., 2, 0], "s", dims))
+    record.checks.extend(checks)
+    return record
 
 
 def _one_call(call: operands.CollectiveCall, grid: mm3d.Grid, recorder: WireRecorder,

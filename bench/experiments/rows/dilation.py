@@ -7,7 +7,7 @@ times are divided by the factor again, so that rows compare.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Callable
 
@@ -15,11 +15,13 @@ import numpy as np
 
 from bench.agreement import agree
 from bench.cases.case import Case
+from bench.cluster.spec import Cluster
 from bench.errors import Failed
+from bench.instruments import host
 from bench.instruments.clock import Clock
 from bench.instruments.timing import time_phases
 from bench.instruments.waited_work import WorkClock
-from bench.records.measurements import Group, Variable
+from bench.records.measurements import Group, Measurements, Variable
 from mm3d.launcher import wait_patiently
 from mm3d.grid.shape import GridShape
 from mm3d.tracing.events import PHASES
@@ -144,6 +146,14 @@ def run_free(comm: Any, waits: WorkClock, dilation: Dilation) -> None:
     """Let the following steps wait for nothing, and links have no limit."""
     set_links(None, comm, dilation.change)
     waits.pace = 0.0
+
+
+def note_dilation(record: Measurements, factor: float, dilation: Dilation) -> None:
+    """Note in a record that links and waits were slowed; its cluster's rate is not slowed."""
+    record.configuration.update(dilation=factor, software_share=dilation.share)
+    cluster = Cluster.from_environment()
+    if cluster:
+        record.environment.update(host.describe_cluster(replace(cluster, link=dilation.link)))
 
 
 def dilation_factor(software: float, predicted: float, share: float,

@@ -1,7 +1,7 @@
 """Measure one row: build its model, verify a step, repeat it, and trace it."""
 
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from typing import Any, Callable, Iterator
 
 import numpy as np
@@ -12,11 +12,11 @@ from bench.cases.row_stack import row_stack
 from bench.checks import against_serial, layer_residuals
 from bench.cluster.spec import Cluster
 from bench.errors import Failed, reject
-from bench.experiments.rows.dilation import run_free, set_links
+from bench.experiments.rows.dilation import note_dilation, run_free, set_links
 from bench.experiments.rows.record import row_configuration, row_record
 from bench.experiments.rows.settings import Settings, choose_grid
 from bench.experiments.rows.waited import TimedModel, waiting_model
-from bench.instruments import chrome_trace, host, peak_memory, placement, step_tracing, timing
+from bench.instruments import chrome_trace, peak_memory, placement, step_tracing, timing
 from bench.instruments.peaks import StepMemory
 from bench.instruments.spans import Span
 from bench.instruments.step_wire import count_wire
@@ -26,25 +26,8 @@ from mm3d.grid.axis import COLLECTIVES
 from mm3d.tracing.events import PHASES
 
 
-@dataclass(frozen=True)
-class MeasuredRow:
-    """A row that was measured.
-
-    Attributes
-    ----------
-    record : Run or None
-        On rank 0; None on the others.
-    trace : dict or None
-        The last traced step of all ranks as `bench.instruments.chrome_trace.make_trace`, where it
-        was asked for; on rank 0, None on the others.
-    """
-
-    record: model_run.Run | None
-    trace: dict[str, Any] | None = None
-
-
 def measure_case(one: Case, settings: Settings, peaks: Group | None, world,
-                 trace: bool) -> MeasuredRow:
+                 trace: bool) -> tuple[model_run.Run | None, dict[str, Any] | None]:
     """Verify and measure one case.
 
     Parameters
@@ -58,6 +41,14 @@ def measure_case(one: Case, settings: Settings, peaks: Group | None, world,
         All ranks; each must call this.
     trace : bool
         Whether to return a trace, if `settings` has steps to trace.
+
+    Returns
+    -------
+    Run or None
+        The record, on rank 0; None on the others.
+    dict or None
+        The last traced step of all ranks as `bench.instruments.chrome_trace.make_trace`, where it
+        was asked for; on rank 0, None on the others.
 
     Raises
     ------
@@ -106,7 +97,7 @@ def free_at_end(free: Callable[[], None]) -> Iterator[None]:
 
 
 def measure_on_grid(one: Case, scheme, order: str, settings: Settings, peaks: Group | None,
-                    trace: bool) -> MeasuredRow:
+                    trace: bool) -> tuple[model_run.Run | None, dict[str, Any] | None]:
     """Verify, time and trace one case on the grid of `scheme`; see `measure_case`."""
     resident, comm = peak_memory.Resident(), scheme.grid.comm
     model = fail_on_value_error(lambda: mm3d.Transformer(
@@ -135,19 +126,16 @@ def measure_on_grid(one: Case, scheme, order: str, settings: Settings, peaks: Gr
     document = (chrome_trace.gather_trace(spans, scheme.grid, step.clock, one.title)
                 if trace else None)
     if times is None:
-        return MeasuredRow(None)
+        return None, None
     waits = settings.waits(one).settings if settings.waits else {}
     if timed.dilated:
         groups |= timed.dilated.groups
-        waits |= {"dilation": timed.dilated.factor, "software_share": settings.dilation.share}
     configuration = row_configuration(one, scheme, settings) | asdict(nodes) | waits
     record = row_record(one, scheme, configuration, times, np.stack(everyone, axis=2), checks,
                         groups)
-    cluster = Cluster.from_environment()
-    if cluster and settings.dilation:    # whose rate may be another than the cluster's own
-        record.environment.update(host.describe_cluster(
-            replace(cluster, link=settings.dilation.link)))
-    return MeasuredRow(record, document)
+    if timed.dilated:
+        note_dilation(record, timed.dilated.factor, settings.dilation)
+    return record, document
 
 
 def time_and_trace(timed: TimedModel, settings: Settings) -> tuple[

@@ -5,7 +5,7 @@ Ranks wait for the modelled seconds of their work, or compute.
 
 import sys
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, Callable, ContextManager, Iterator
 
 import numpy as np
@@ -14,14 +14,12 @@ from mpi4py import MPI
 import mm3d
 from bench.cases.combined import TrainingCase
 from bench.checks.against_serial import TOLERANCES, failure_message, worst_error
-from bench.cluster.spec import Cluster
 from bench.errors import Failed, reject
-from bench.experiments.rows.dilation import Dilation, run_free, set_links, slow_down
+from bench.experiments.rows.dilation import Dilation, note_dilation, run_free, set_links, slow_down
 from bench.experiments.rows.row import fail_on_value_error, free_at_end
 from bench.experiments.rows.settings import ModelledWork
 from bench.experiments.rows.waited import check_with_dry_run
 from bench.experiments.training.timed_step import TimedTraining
-from bench.instruments import host
 from bench.instruments.clock import Clock
 from bench.instruments.sampling import measured_environment, take_samples, time_side
 from bench.instruments.timing import Limits, unwatched
@@ -199,12 +197,8 @@ def time_training(one: TrainingCase, settings: TrainingSettings, training: Timed
     record = make_record(one, settings, training, first, (samples, ended_by), before)
     if record is None or everyone is None:
         return None
-    cluster = Cluster.from_environment()
-    if cluster is not None:    # whose links may be slowed now
-        record.environment.update(host.describe_cluster(
-            replace(cluster, link=settings.dilation.link)))
-    record.configuration.update(settings.work.settings, dilation=factor,
-                                software_share=settings.dilation.share)
+    note_dilation(record, factor, settings.dilation)
+    record.configuration.update(settings.work.settings)
     record.scales["alone"] = range(software.shape[1])
     record.raw["software"] = Variable(software[0], "s", ("alone",))
     for name, values in zip(("modelled", "slept", "overlapped"), np.array(everyone).T):

@@ -67,9 +67,12 @@ class Layer:
     def check(self) -> Arrays:
         """Return the results of a step, by the names that checks use."""
         self.step()
+        return {name: a.numpy() for name, a in self.results().items()}
+
+    def results(self, prefix: str = "layers.0.") -> dict[str, Any]:
+        """Return the results of the last step, by the names that checks use."""
         found = {"output": self.y.detach(), "input gradient": self.x.grad}
-        found |= {f"gradient of layers.0.{name}": leaf.grad for name, leaf in self.p.items()}
-        return {name: a.numpy() for name, a in found.items()}
+        return found | {f"gradient of {prefix}{name}": leaf.grad for name, leaf in self.p.items()}
 
 
 class Experts:
@@ -182,7 +185,7 @@ class Experts:
         self.got.clear()
 
 
-class ExpertsLayer:
+class ExpertsLayer(Layer):
     """One layer of experts, by each way and with each router."""
 
     def __init__(self, torch: Any, case: dict[str, Any], arrays: Arrays) -> None:
@@ -224,9 +227,7 @@ class ExpertsLayer:
     def check(self, way: str, routing: str) -> Arrays:
         """Return the results of a step, by the names that checks use."""
         self.step(way, routing)
-        found = {"output": self.y.detach(), "input gradient": self.x.grad}
-        found |= {f"gradient of {name}": leaf.grad for name, leaf in self.p.items()}
-        return {name: a.numpy() for name, a in found.items()}
+        return {name: a.numpy() for name, a in self.results("").items()}
 
 
 class Model:

@@ -52,14 +52,8 @@ class History:
 
     def add(self, entry: dict[str, Any]) -> None:
         """Add a line of the file."""
-        if "loss" in entry:
-            self.losses[entry["step"]] = entry["loss"]
-            self.seconds[entry["step"]] = entry["seconds"]
-            for name in ("entropy", "dropped"):
-                if name in entry:
-                    getattr(self, name)[entry["step"]] = entry[name]
-        elif "validation" in entry:
-            self.validation[entry["step"]] = entry["validation"]
+        for name in entry.keys() & {"loss", "seconds", "validation", "entropy", "dropped"}:
+            getattr(self, "losses" if name == "loss" else name)[entry["step"]] = entry[name]
 
     def before(self, step: int) -> "History":
         """Return the history of the first `step` steps, after which a run begins."""

@@ -1,5 +1,6 @@
 """List the meshes whose trainings are compared, and which of them must be equal to the bit."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any, Callable
 
@@ -15,8 +16,13 @@ SCHEDULES = tuple(name for name in registry() if name != "auto")
 class MeshCase:
     """A mesh to train on."""
 
-    ranks: int
     division: Division
+
+    @property
+    def ranks(self) -> int:
+        """Return how many ranks it has."""
+        one = self.division
+        return one.data * one.stages * math.prod(one.grid or (1,))
 
     @property
     def name(self) -> str:
@@ -44,43 +50,41 @@ def list_mesh_cases(ranks: int, experts: ExpertOptions | None = None) -> list[Me
     since only the tokens of one micro-batch are routed together.
     """
     three = replace(SERIAL, scheme="3d")
-    found = [MeshCase(1, SERIAL)]
+    found = [MeshCase(SERIAL)]
 
-    def add(needed: int, start: Division, **changes: Any) -> None:
-        found.append(MeshCase(needed, replace(start, **changes)))
-    for scheme, grid, needed in (("1d", (4,), 4), ("1d-sp", (4,), 4), ("2d", (2, 2), 4),
-                                 ("2d-pipelined", (2, 2), 4), ("2.5d", (2, 2, 2), 8),
-                                 ("2.5d", (1, 1, 2), 2), ("faces", (2, 2, 2), 8),
-                                 ("faces", (1, 2, 2), 4),
-                                 ("3d", (2, 2, 2), 8), ("3d", (1, 2, 4), 8), ("3d", (3, 2, 1), 6),
-                                 ("3d", (1, 3, 2), 6), ("3d", (2, 1, 1), 2)):
-        add(needed, three, scheme=scheme, grid=grid)
-    add(2, three, grid=(2, 1, 1), recompute="full")
+    def add(start: Division, **changes: Any) -> None:
+        found.append(MeshCase(replace(start, **changes)))
+    for scheme, grid in (("1d", (4,)), ("1d-sp", (4,)), ("2d", (2, 2)), ("2d-pipelined", (2, 2)),
+                         ("2.5d", (2, 2, 2)), ("2.5d", (1, 1, 2)), ("faces", (2, 2, 2)),
+                         ("faces", (1, 2, 2)), ("3d", (2, 2, 2)), ("3d", (1, 2, 4)),
+                         ("3d", (3, 2, 1)), ("3d", (1, 3, 2)), ("3d", (2, 1, 1))):
+        add(three, scheme=scheme, grid=grid)
+    add(three, grid=(2, 1, 1), recompute="full")
     for zero in range(4):
-        add(2, SERIAL, data=2, zero=zero)
+        add(SERIAL, data=2, zero=zero)
     for zero in range(4):
-        add(4, SERIAL, data=4, shards=2, zero=zero)
+        add(SERIAL, data=4, shards=2, zero=zero)
     for zero in range(4):
-        add(8, three, data=2, grid=(2, 2, 1), zero=zero)
-    add(1, SERIAL, microbatches=4)
+        add(three, data=2, grid=(2, 2, 1), zero=zero)
+    add(SERIAL, microbatches=4)
     if experts is None:
-        add(1, SERIAL, microbatches=3)
+        add(SERIAL, microbatches=3)
     for schedule in SCHEDULES:
-        add(2, SERIAL, stages=2, microbatches=4, schedule=schedule)
-    add(4, SERIAL, stages=4, microbatches=4)
+        add(SERIAL, stages=2, microbatches=4, schedule=schedule)
+    add(SERIAL, stages=4, microbatches=4)
     for zero in range(4):
-        add(8, three, data=2, stages=2, grid=(1, 2, 1), microbatches=4, zero=zero)
-    add(8, three, data=2, stages=2, grid=(1, 2, 1), microbatches=4, schedule="zb-h1", zero=2)
-    add(8, three, data=2, stages=2, grid=(1, 2, 1), microbatches=4, recompute="selective", zero=3)
-    add(8, three, data=2, stages=2, scheme="1d", grid=(2,), microbatches=4, zero=1)
-    add(8, three, data=2, scheme="faces", grid=(1, 2, 2), zero=3)
-    add(8, three, stages=2, scheme="2d-pipelined", grid=(2, 2), microbatches=4, schedule="zb-v")
-    add(6, SERIAL, data=3, stages=2, microbatches=2, zero=2)
+        add(three, data=2, stages=2, grid=(1, 2, 1), microbatches=4, zero=zero)
+    add(three, data=2, stages=2, grid=(1, 2, 1), microbatches=4, schedule="zb-h1", zero=2)
+    add(three, data=2, stages=2, grid=(1, 2, 1), microbatches=4, recompute="selective", zero=3)
+    add(three, data=2, stages=2, scheme="1d", grid=(2,), microbatches=4, zero=1)
+    add(three, data=2, scheme="faces", grid=(1, 2, 2), zero=3)
+    add(three, stages=2, scheme="2d-pipelined", grid=(2, 2), microbatches=4, schedule="zb-v")
+    add(SERIAL, data=3, stages=2, microbatches=2, zero=2)
     if experts is None:
         # Of 24 sequences one replica has 2 in each micro-batch, and the other 1.
-        add(4, SERIAL, data=2, stages=2, microbatches=8, zero=2)
+        add(SERIAL, data=2, stages=2, microbatches=8, zero=2)
     else:
-        add(1, SERIAL, microbatches=2)
+        add(SERIAL, microbatches=2)
         found += [case for case in cases_of_experts()
                   if case.division.expert_parallel <= experts.count]
     return [case for case in found if case.ranks <= ranks]
@@ -90,23 +94,23 @@ def cases_of_experts() -> list[MeshCase]:
     """List the cases in which replicas divide experts, evenly and unevenly."""
     three, found = replace(SERIAL, scheme="3d"), []
 
-    def add(needed: int, start: Division, parts: int, **changes: Any) -> None:
-        found.append(MeshCase(needed, replace(start, expert_parallel=parts, **changes)))
+    def add(start: Division, parts: int, **changes: Any) -> None:
+        found.append(MeshCase(replace(start, expert_parallel=parts, **changes)))
     for zero in range(4):
-        add(2, SERIAL, 2, data=2, zero=zero)
-    add(2, SERIAL, 2, data=2, recompute="full")
-    add(4, SERIAL, 2, data=4, zero=1)
-    add(4, SERIAL, 4, data=4, shards=2, zero=3)
-    add(4, three, 2, data=2, grid=(1, 2, 1))
-    add(4, SERIAL, 2, data=2, stages=2, microbatches=4, zero=2)
+        add(SERIAL, 2, data=2, zero=zero)
+    add(SERIAL, 2, data=2, recompute="full")
+    add(SERIAL, 2, data=4, zero=1)
+    add(SERIAL, 4, data=4, shards=2, zero=3)
+    add(three, 2, data=2, grid=(1, 2, 1))
+    add(SERIAL, 2, data=2, stages=2, microbatches=4, zero=2)
     for scheme, grid in (("3d", (2, 2, 1)), ("3d", (1, 2, 2)), ("1d", (4,)), ("1d-sp", (4,)),
                          ("2d", (2, 2)), ("2.5d", (2, 2, 1)), ("faces", (1, 2, 2))):
-        add(8, three, 2, data=2, scheme=scheme, grid=grid)
-    add(8, three, 2, data=2, grid=(2, 2, 1), zero=3)
-    add(8, three, 2, data=2, stages=2, grid=(1, 2, 1), microbatches=4, zero=3)
-    add(8, three, 2, data=2, stages=2, grid=(1, 2, 1), microbatches=4, schedule="zb-h1", zero=3)
-    add(6, SERIAL, 3, data=3, stages=2, microbatches=2, zero=2)
-    add(6, SERIAL, 3, data=6, zero=1)
+        add(three, 2, data=2, scheme=scheme, grid=grid)
+    add(three, 2, data=2, grid=(2, 2, 1), zero=3)
+    add(three, 2, data=2, stages=2, grid=(1, 2, 1), microbatches=4, zero=3)
+    add(three, 2, data=2, stages=2, grid=(1, 2, 1), microbatches=4, schedule="zb-h1", zero=3)
+    add(SERIAL, 3, data=3, stages=2, microbatches=2, zero=2)
+    add(SERIAL, 3, data=6, zero=1)
     return found
 
 

@@ -61,8 +61,10 @@ class Stop:
 
         The reason is one of `REASONS`, or empty.
         """
-        late = self.until is not None and time.monotonic() >= self.until
-        found = np.array([seconds, self.asked, late, self._file_exists()], float)
+        late, exists = self.until is not None and time.monotonic() >= self.until, False
+        if self.file is not None and time.monotonic() >= self._looked + PAUSE:
+            self._looked, exists = time.monotonic(), stop_file_exists(self.file)
+        found = np.array([seconds, self.asked, late, exists], float)
         self.comm.Allreduce(MPI.IN_PLACE, found, MPI.MAX)
         return float(found[0]), next((why for why, n in zip(REASONS, found[1:]) if n), "")
 
@@ -70,13 +72,6 @@ class Stop:
         """Return whether a signal came on any rank, as reason or empty; every rank must call it.
         """
         return REASONS[0] if self.comm.allreduce(self.asked, MPI.LOR) else ""
-
-    def _file_exists(self) -> bool:
-        """Return whether the file is there; False while the last look was just now."""
-        if self.file is None or time.monotonic() < self._looked + PAUSE:
-            return False
-        self._looked = time.monotonic()
-        return stop_file_exists(self.file)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import math
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Callable
 
@@ -180,50 +181,44 @@ def train(training: Training, course: Course,
     StoreError, UsageError
         On every rank alike, when the folder cannot be used, is of another training, or is full.
     """
-    with stop_on_request(training.comm, course.max_seconds, course.stop_file) as stop:
+    with ExitStack() as stack:
+        stop = stack.enter_context(stop_on_request(
+            training.comm, course.max_seconds, course.stop_file))
         file = open_history(training, course)
-        try:
-            return train_with_history(training, course, file, report, stop)
-        finally:
-            if file:
-                file.close()
+        if file:
+            stack.callback(file.close)
+        comm = training.comm
+        done = began = restore_newest(training, course)
+        history = file.history.before(done) if file else History()
+        checks = training.verify()
+        reason = stop.agree_on_signal()    # with a limit of time each run still trains a step
 
+        def write(entry: dict[str, Any]) -> None:
+            if course.checkpoints is not None:    # a full disk ends the training on all ranks
+                make_on_rank_0(lambda: file.write(entry), comm)
 
-def train_with_history(training: Training, course: Course, file: HistoryFile | None,
-                       report: Callable[[int, History], None], stop: Stop) -> TrainingEnd:
-    """Train as `train`, with the file of the history, if there is one, on rank 0."""
-    comm = training.comm
-    done = began = restore_newest(training, course)
-    history = file.history.before(done) if file else History()
-    checks = training.verify()
-    reason = stop.agree_on_signal()    # with a limit of time each run still trains a step
+        def keep(entry: dict[str, Any]) -> None:
+            if comm.rank == 0:
+                history.add(entry)
+                report(done, history)
+            write(entry)
 
-    def write(entry: dict[str, Any]) -> None:
-        if course.checkpoints is not None:    # a full disk ends the training on all ranks
-            make_on_rank_0(lambda: file.write(entry), comm)
-
-    def keep(entry: dict[str, Any]) -> None:
-        if comm.rank == 0:
-            history.add(entry)
-            report(done, history)
-        write(entry)
-
-    while True:
-        if not reason and is_due(done, training.plan.steps, course.validate_every):
-            known = comm.bcast(done in history.validation)
-            if not known:
-                keep({"step": done, "validation": training.validate(course.validation_batches)})
-        if reason or done >= training.plan.steps:
-            break
-        loss, seconds, reason = timed_step(training, done, stop)
-        done += 1
-        reason = reason if done < training.plan.steps else ""
-        keep({"step": done - 1, "loss": loss, "seconds": seconds, **training.utilisation()})
-        if reason or is_due(done, training.plan.steps, course.save_every):
-            save_checkpoint(training, course, done)
-    if not reason:
-        write({"complete": True})
-    return TrainingEnd(history, began, done, reason or "steps", checks)
+        while True:
+            if not reason and is_due(done, training.plan.steps, course.validate_every):
+                if not comm.bcast(done in history.validation):
+                    loss = training.validate(course.validation_batches)
+                    keep({"step": done, "validation": loss})
+            if reason or done >= training.plan.steps:
+                break
+            loss, seconds, reason = timed_step(training, done, stop)
+            done += 1
+            reason = reason if done < training.plan.steps else ""
+            keep({"step": done - 1, "loss": loss, "seconds": seconds, **training.utilisation()})
+            if reason or is_due(done, training.plan.steps, course.save_every):
+                save_checkpoint(training, course, done)
+        if not reason:
+            write({"complete": True})
+        return TrainingEnd(history, began, done, reason or "steps", checks)
 
 
 def clipping_remedy(plan: Plan) -> str:

@@ -10,8 +10,8 @@ from bench.command_line import measuring, options
 from bench.command_line.publish import measure
 from bench.command_line.scheme_options import add_scheme
 from bench.errors import UsageError, as_usage_error
-from bench.experiments.layer.layer import (Beside, COLOSSAL, MeasuredLayer, PYTORCH,
-                                           check_overlap, measure_layer)
+from bench.experiments.layer.layer import (COLOSSAL, MeasuredLayer, PYTORCH, check_overlap,
+                                           measure_layer)
 from bench.records.journal import claim_folder
 from bench.reports.micro_tables import showing
 from mm3d import ModelSizes
@@ -76,10 +76,10 @@ def run(arguments: argparse.Namespace, comm) -> int:
     return status
 
 
-def library_of(arguments: argparse.Namespace) -> Beside | None:
+def library_of(arguments: argparse.Namespace) -> tuple[str, str] | None:
     """Return what the layer is measured beside; UsageError for two libraries."""
     if arguments.torch and arguments.colossal:
         raise UsageError(f"--torch {arguments.torch} --colossal {arguments.colossal}: a layer is "
                          f"measured beside one of them")
     given = {PYTORCH: arguments.torch, COLOSSAL: arguments.colossal}
-    return next((Beside(name, python) for name, python in given.items() if python), None)
+    return next((one for one in given.items() if one[1]), None)

@@ -11,15 +11,17 @@ from bench.command_line import measuring, options
 from bench.command_line.publish import check_trace_file, measure, report_failure
 from bench.errors import UsageError, WrongResult, as_usage_error
 from bench.experiments.products.matmul import measure_product
-from bench.experiments.products.problem import Problem, product_grid, schemes_with_products
+from bench.experiments.products.problem import Problem, product_grid
 from bench.experiments.products.side_by_side import measure_side_by_side
 from bench.instruments import chrome_trace, step_tracing
 from bench.instruments.clock import Clock
 from bench.records.journal import claim_folder
 from bench.reports.micro_tables import showing
 from bench.statistics import median_interval
+from mm3d import launcher
 from mm3d.console import say
 from mm3d.schemes.matrix_product import FORMS
+from mm3d.schemes.products_alone import algorithms_with_products
 
 ON_ALL_RANKS = True
 ALL = "all"
@@ -35,11 +37,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
                         help="measure C = A B, where C is M x K and the sums have N terms; N "
                              "alone for cubes; may be repeated")
     options.add_grid(parser)
-    parser.add_argument("--scheme", type=options.some_of(*schemes_with_products(), ALL),
+    parser.add_argument("--scheme", type=options.some_of(*algorithms_with_products(), ALL),
                         default=["3d"], metavar="NAMES", help=(
-        f"algorithm of the products (default 3d): {', '.join(schemes_with_products())}; several "
-        f"with commas: forward by each, in turns, in one table; all: by each that has a grid of "
-        f"so many ranks"))
+        f"algorithm of the products (default 3d): {', '.join(algorithms_with_products())}; "
+        f"several with commas: forward by each, in turns, in one table; all: by each that has a "
+        f"grid of so many ranks"))
     parser.add_argument("--form", type=options.some_of(*FORMS), default=["ab"], metavar="NAMES",
                         help="forms of the product, separated by commas: ab, abt, atb for "
                              "C = A B, A B^T, A^T B (default ab)")
@@ -153,39 +155,42 @@ def measure_beside_scalapack(arguments: argparse.Namespace, limits, comm) -> int
         products = scalapack.ScalapackProducts(library, gemm, comm, shape, arguments.grid,
                                                arguments.block or BLOCKS, arguments.seed)
         try:
-            found = scalapack.compare_products(products, arguments.calls or CALLS, limits)
+            seconds = scalapack.compare_products(products, arguments.calls or CALLS, limits)
         except WrongResult as wrong:
             status = report_failure(f"{shape} {arguments.dtype}", wrong, comm)
         else:
-            if found is not None:
-                arguments.show(scalapack_table(found))
+            if comm.rank == 0:
+                arguments.show(scalapack_table(products, arguments.calls or CALLS, seconds))
                 say()
         products.free()
     return status
 
 
-def scalapack_table(found) -> list:
-    """Make the table of a `bench.experiments.products.scalapack.ProductComparison`."""
+def scalapack_table(products, calls: int, seconds: dict[str, np.ndarray]) -> list:
+    """Make the table of what `bench.experiments.products.scalapack.compare_products` returns."""
     from bench.document import Column, Notes, Rows, Table
-    ours, theirs = len(found.transports), len(found.blocks)
+    from bench.experiments.products.fortran_blas import describe_loaded
+    ours = [*seconds][:len(products.ours)]
+    theirs = [*seconds][len(ours):len(ours) + len(products.theirs)]
     rows: Rows = []
-    for k, (name, time) in enumerate(zip(found.subjects, np.median(found.seconds, axis=0))):
-        cells = [name, f"{1e3 * time:#.4g}", f"{2e-9 * math.prod(found.shape) / time:.1f}"]
-        for ratios in found.speed_ups():
-            if 0 <= k - ours < theirs:
-                median, low, high, _ = median_interval(ratios[:, k - ours])
+    for name, each in seconds.items():
+        time = np.median(each)
+        cells = [name, f"{1e3 * time:#.4g}", f"{2e-9 * math.prod(products.shape) / time:.1f}"]
+        for own in ours:
+            if name in theirs:
+                median, low, high, _ = median_interval(each / seconds[own])
                 cells += [f"{median:.2f}", f"{low:.2f} - {high:.2f}"]
             else:
                 cells += ["", ""]
         rows.append(cells)
     columns = [Column("", "C = A B"), Column("time", "(ms)"), Column("rate", "(GFLOP/s)"),
-               *(Column(which, "", f"3d, {name}, is ahead") for name in found.transports
+               *(Column(which, "", f"3d, {name}, is ahead") for name in products.ours
                  for which in ("median", "95 %"))]
-    title = (f"{' x '.join(map(str, found.shape))} {found.dtype}, {found.ranks} ranks on "
-             f"{found.cores} cores")
+    title = (f"{' x '.join(map(str, products.shape))} {products.dtype}, {products.comm.size} "
+             f"ranks on {launcher.cores()} cores")
     return [Table(title, columns, rows), Notes("About these figures:", [
-        f"{len(found.seconds)} repetitions of {found.calls} call{'s' * (found.calls > 1)} each, "
+        f"{len(each)} repetitions of {calls} call{'s' * (calls > 1)} each, "
         f"in random order; times are makespans a call, rates of all ranks.",
-        f"The 3-D product and ScaLAPACK multiply by one function, of {found.library}. ScaLAPACK "
-        f"moves by MPI.", "Loaded: " + "; ".join(f"{file}: {about}" for file, about in
-                                                 found.loaded.items()) + "."])]
+        f"The 3-D product and ScaLAPACK multiply by one function, of {products.gemm.file}. "
+        f"ScaLAPACK moves by MPI.", "Loaded: " + "; ".join(
+            f"{file}: {about}" for file, about in describe_loaded().items()) + "."])]

@@ -524,42 +524,15 @@ def test_names_that_make_no_sense_are_refused(tmp_path):
 
 TORCH = '''
 import sys
-sys.path.insert(0, {folder!r})
+sys.path.insert(0, {tools!r})
 import torch
-from dump_from_torch import Dump
-class Block(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.ln_1, self.ln_2 = torch.nn.LayerNorm(8), torch.nn.LayerNorm(8)
-        self.attn, self.mlp = torch.nn.Module(), torch.nn.Module()
-        self.attn.c_attn, self.attn.c_proj = torch.nn.Linear(8, 24), torch.nn.Linear(8, 8)
-        self.mlp.c_fc, self.mlp.c_proj = torch.nn.Linear(8, 32), torch.nn.Linear(32, 8)
-    def forward(self, x):
-        q, k, v = (a.unflatten(-1, (2, 4)).transpose(1, 2)
-                   for a in self.attn.c_attn(self.ln_1(x)).chunk(3, -1))
-        y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.attn.c_proj(y.transpose(1, 2).flatten(2))
-        up = torch.nn.functional.gelu(self.mlp.c_fc(self.ln_2(x)))
-        return x + self.mlp.c_proj(up)
-class Model(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.transformer = torch.nn.ModuleDict(dict(
-            wte=torch.nn.Embedding(11, 8), wpe=torch.nn.Embedding(5, 8),
-            drop=torch.nn.Identity(), h=torch.nn.ModuleList([Block(), Block()]),
-            ln_f=torch.nn.LayerNorm(8)))
-        self.lm_head = torch.nn.Linear(8, 11, bias=False)
-        self.lm_head.weight = self.transformer.wte.weight
-    def forward(self, tokens):
-        part = self.transformer
-        x = part.drop(part.wte(tokens) + part.wpe(torch.arange(tokens.shape[1])))
-        for block in part.h:
-            x = block(x)
-        return self.lm_head(part.ln_f(x))
-torch.manual_seed(0)
-model, text = Model(), torch.randint(0, 11, (4, 6))
+from torch_steps import Dump, Model, configuration, sizes
+words = "l2 h8 n2 v11 t5 b4 erf".split()
+size = sizes(words)
+model, text = Model(words, size), torch.randint(0, 11, (4, 6))
+config = configuration(words, size) | dict(activation_function="gelu")
 tokens, targets = text[:, :-1].contiguous(), text[:, 1:].contiguous()
-dump = Dump({out!r}, model, {config!r}, tokens, targets)
+dump = Dump({out!r}, model, config, tokens, targets)
 loss = torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
 loss.backward()
 {fault}
@@ -568,20 +541,18 @@ norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
 torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1).step()
 dump.after_step(dict(name="adamw", lr=1e-3, weight_decay=0.1, clip=0.5), norm)
 '''
-CONFIG = {"model_type": "gpt2", "n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 11,
-          "n_positions": 5, "activation_function": "gelu"}
 
 
 @pytest.mark.parametrize("fault, first", [("", None), (
-    "model.transformer.h[0].mlp.c_fc.bias.grad *= 2", "transformer.h.0.mlp.c_fc.bias"), (
-    "model.transformer.h[0].mlp.c_fc.bias.grad = None", "transformer.h.0.mlp.c_fc.bias")])
+    "model.transformer.h['0'].mlp.c_fc.bias.grad *= 2", "transformer.h.0.mlp.c_fc.bias"), (
+    "model.transformer.h['0'].mlp.c_fc.bias.grad = None", "transformer.h.0.mlp.c_fc.bias")])
 def test_a_step_of_pytorch_is_dumped_and_judged(fault, first, tmp_path):
     """By the interpreter that MM3D_TORCH names, if this one has no PyTorch."""
     python = os.environ.get("MM3D_TORCH", sys.executable)
     if subprocess.run([python, "-c", "import torch, safetensors"], capture_output=True).returncode:
         pytest.skip("no PyTorch with safetensors: name an interpreter in MM3D_TORCH")
-    text = TORCH.format(folder=str(ROOT / "mm3d" / "examples"), out=str(tmp_path / "dump"),
-                        config=CONFIG, fault=fault)
+    text = TORCH.format(tools=str(ROOT / "tests" / "tools"), out=str(tmp_path / "dump"),
+                        fault=fault)
     done = subprocess.run([python, "-c", text], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     dump = read_dump(tmp_path / "dump", "nanogpt")

@@ -9,8 +9,8 @@ from mpi4py import MPI
 
 from bench.__main__ import parser
 from bench.experiments.dump.computation import compute_alone
-from bench.experiments.dump.envelopes import (ALARMS, SAMPLES, Distance, Sample, exceeded,
-                                              measure_norm, measure_reference)
+from bench.experiments.dump.envelopes import (ALARMS, SAMPLES, Distance, exceeded, measure_norm,
+                                              measure_reference, sample_error)
 from bench.experiments.dump.places import LOSS, Place
 from bench.experiments.dump.roundings import Program, Rounder, _round_angles, imitate
 from bench.experiments.dump.verdicts import judge
@@ -32,7 +32,7 @@ def test_normal_errors_exceed_an_envelope_about_as_often_as_it_says(elements, sh
         own = random.normal(size=(SAMPLES + 1, elements))
         errors = scale * ((1 - shared) ** 0.5 * own
                           + shared ** 0.5 * random.normal(size=(SAMPLES + 1, 1)))
-        bound = exceeded([Sample.of(one, np.zeros(elements)) for one in errors[1:]], level)
+        bound = exceeded([sample_error(one, np.zeros(elements)) for one in errors[1:]], level)
         new = Distance.between(errors[0], 0.0)
         alarms += [new.whole > bound.whole, new.largest > bound.largest]
     spread = 4 * (level * (1 - level) / trials) ** 0.5
@@ -41,7 +41,7 @@ def test_normal_errors_exceed_an_envelope_about_as_often_as_it_says(elements, sh
 
 
 def test_an_error_of_zero_everywhere_has_an_envelope_of_zero():
-    nothing = Sample.of(np.zeros(3), np.zeros(3))
+    nothing = sample_error(np.zeros(3), np.zeros(3))
     assert exceeded([nothing] * SAMPLES, 1e-3) == Distance()
 
 

@@ -8,8 +8,6 @@ from mpi4py import MPI
 import mm3d
 from bench.errors import UsageError
 from bench.experiments.layer.layer import MeasuredLayer, measure_layer
-from bench.experiments.products.collectives import (array_bytes, collective_grid,
-                                                    measure_collectives)
 from bench.experiments.products.matmul import measure_product
 from bench.experiments.products.problem import Problem, product_grid
 from bench.instruments.timing import Limits
@@ -52,22 +50,10 @@ def test_a_layer_that_cannot_overlap_is_refused():
         measure_layer(subject, None, 2, TWICE)
 
 
-def collective(comm):
-    grid = collective_grid(comm, backend="numpy")
-    record = measure_collectives(grid, array_bytes(64, 256, "float32"), "float32", TWICE)
-    grid.free()
-    return record
-
-
 @pytest.mark.ranks(1, 8, first=(8,))
-@pytest.mark.parametrize("measure, kind", [
-    (product, "matmul"), (layer, "layer"), (collective, "collectives")])
+@pytest.mark.parametrize("measure, kind", [(product, "matmul"), (layer, "layer")])
 def test_a_record_is_returned_and_nothing_is_printed(comm, shared_tmp_path, capfd, measure, kind):
     """On rank 0, complete: it can be written and validated; the other ranks get None."""
-    if measure is collective and comm.size == 1:
-        with pytest.raises(UsageError, match="two ranks or more"):
-            measure(comm)
-        return
     record = measure(comm)
     assert capfd.readouterr() == ("", "")
     assert (record is not None) == (comm.rank == 0)

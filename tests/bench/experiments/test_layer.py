@@ -7,7 +7,7 @@ import pytest
 import mm3d
 from bench.__main__ import parser
 from bench.errors import UsageError, WrongResult
-from bench.experiments.layer.layer import Beside, COLOSSAL, KINDS, count_sides
+from bench.experiments.layer.layer import COLOSSAL, KINDS, count_sides
 from bench.records import run_file
 from bench.records.kinds.layer import tables
 from bench.verbs.measure import layer
@@ -170,7 +170,7 @@ def test_other_words_than_those_of_colossalai_are_refused(comm):
     reference = SimpleNamespace(take_turn=lambda what: {"calls": 36, "words": 20021 + comm.rank})
     with pytest.raises(WrongResult, match="a rank moves 20020.0 words .*, and 20021.5 with "
                                           "ColossalAI: with --keep both they should be equal"):
-        count_sides(subject, Beside(COLOSSAL, "python"), reference)
+        count_sides(subject, COLOSSAL, reference)
     scheme.grid.free()
 
 

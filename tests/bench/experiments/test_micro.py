@@ -237,7 +237,7 @@ def test_collectives(comm, shared_tmp_path, monkeypatch):
 
 
 @pytest.mark.ranks(2)
-def test_the_library_and_plain_mpi_take_turns(comm, monkeypatch):
+def test_the_library_and_plain_mpi_take_turns(comm, monkeypatch, capfd):
     """The rounds of both end where the intervals of both are narrow."""
     made, taken = [], []
 
@@ -248,6 +248,7 @@ def test_the_library_and_plain_mpi_take_turns(comm, monkeypatch):
     monkeypatch.setattr(sampling, "makespans", makespans)
     record = collectives.measure_collectives(Grid(comm, "numpy", y=2), [64], "float32",
                                              Limits(2, 30, 60))
+    assert (record is not None) == (comm.rank == 0) and capfd.readouterr() == ("", "")
     rounds = np.reshape(taken, (len(COLLECTIVES), -1, 2))
     assert rounds.shape[1] > 2 and (rounds.sum(axis=-1) == 1).all()
     assert (rounds[..., 0] != rounds[0, 0, 0]).any()    # in random order
@@ -293,7 +294,9 @@ def test_wrong_arguments_get_one_message(comm, shared_tmp_path, options, message
 
 
 @pytest.mark.ranks(1)
-def test_more_threads_than_blas_has_are_refused(comm, tmp_path):
+def test_what_one_rank_cannot_measure_is_refused(comm, tmp_path):
+    assert "collectives needs two ranks or more" in refused(
+        comm, "measure", "collectives", "--out", str(tmp_path / "out"))
     said = refused(comm, "measure", "gemm", "--threads", "1,99999", "--out", str(tmp_path / "out"))
     assert said.count("--threads 99999: BLAS takes ") == 1, said
 
