@@ -14,7 +14,7 @@ from bench.document import Column, Table
 from bench.reports.formats import format_text
 from bench.command_line import options, row_options
 from bench.command_line.parser import Parser
-from bench.prediction.waited_step import find_machine
+from bench.prediction.pipelines.waited_step import find_machine
 from jobs import fitting, scripts, single, site as sites, slurm, standings
 from jobs.collect import collect, format_standing
 from jobs.own_options import list_verb_problems

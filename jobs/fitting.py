@@ -7,8 +7,8 @@ from bench.cases.combined import TrainingCase
 from bench.cases.row_stack import row_stack
 from bench.cases.variants import DTYPES_16_BIT, PLAIN_DTYPE, Variant
 from bench.prediction import memory_fit
-from bench.prediction.pipeline_model import PipelineModel
-from bench.prediction.pipeline_seconds import peak_bytes
+from bench.prediction.pipelines.pipeline_model import PipelineModel
+from bench.prediction.pipelines.pipeline_seconds import peak_bytes
 from jobs.site_tables import Site
 from mm3d.schemes import find_scheme
 

@@ -28,9 +28,7 @@ def find_name(name: str, known: Iterable[str], what: str) -> str:
         When it is none of them; names all of them, and the most similar one.
     """
     known = list(known)
-    if name in known:
-        return name
-    found = {plain(one): one for one in known}.get(plain(str(name)))
+    found = name if name in known else {plain(one): one for one in known}.get(plain(str(name)))
     if found is None:
         raise ValueError(unknown_name(f"{what} {name!r}", name, known))
     return found
@@ -52,10 +50,12 @@ def unknown_name(said: str, name: Any, known: Iterable, also: Iterable[str] = ()
 def suggestion(name: str, known: Iterable[str]) -> str:
     """Return ``; did you mean NAME?`` for the known name most similar to `name`; "" for none.
 
-    Where none is similar, a known name that contains `name` is suggested.
+    Where none is similar, a known name that contains `name` is suggested.  In few letters two
+    wrong ones are another word.
     """
     ordered, given = {plain(one): one for one in known}, plain(name[:100])
-    similar = (difflib.get_close_matches(given, ordered, 1, 0.75)
-               or [one for one in ordered if len(given) > 2 and given in one]
-               or difflib.get_close_matches(given, ordered, 1, 0.6))
-    return f"; did you mean {ordered[similar[0]]}?" if similar else ""
+    similar, alike = (0.75, 0.6) if len(given) > 4 else (0.8, 0.8)
+    found = (difflib.get_close_matches(given, ordered, 1, similar)
+             or [one for one in ordered if len(given) > 2 and given in one]
+             or difflib.get_close_matches(given, ordered, 1, alike))
+    return f"; did you mean {ordered[found[0]]}?" if found else ""

@@ -6,7 +6,7 @@ from bench.command_line import options
 from bench.command_line.config_options import add_fields
 from bench.command_line.number_types import MOST_RANKS
 from bench.errors import UsageError, as_usage_error
-from bench.prediction.pipeline_model import PipelineModel
+from bench.prediction.pipelines.pipeline_model import PipelineModel
 from mm3d.config import Division
 from mm3d.grid.shape import GridShape
 from mm3d.model.stack import Stack
@@ -103,7 +103,7 @@ def build_schedule(arguments: argparse.Namespace) -> Schedule:
 
 
 def replicas(arguments: argparse.Namespace) -> dict[str, int | str | None]:
-    """Return the fields of `bench.prediction.pipeline_model.Replicas`.
+    """Return the fields of `bench.prediction.pipelines.pipeline_model.Replicas`.
 
     Raises
     ------

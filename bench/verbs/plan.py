@@ -6,7 +6,8 @@ from dataclasses import replace
 from functools import partial
 
 from bench.errors import UsageError, as_usage_error
-from bench.prediction import machine_model, pipeline_seconds, planner
+from bench.prediction import machine_model, planner
+from bench.prediction.pipelines import pipeline_seconds
 from bench.prediction.closed_form_plan import screen_grid
 from bench.prediction.meshes.layer_costs import list_costs, list_layer_costs
 from bench.prediction.model_file import ModelFile

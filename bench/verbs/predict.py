@@ -104,7 +104,7 @@ def run(arguments: argparse.Namespace, comm=None) -> int:
         return _measured(arguments)
     if arguments.stages:
         return _pipelines(arguments)
-    from bench.prediction.paper_fit import predict_tables
+    from bench.prediction.published.paper_fit import predict_tables
     from bench.reports import prediction_tables as tables
     wanted = {row.table for row in select_rows(arguments.table or "all")}
     if arguments.pictures:
@@ -120,8 +120,8 @@ def run(arguments: argparse.Namespace, comm=None) -> int:
 
 def _pipelines(arguments: argparse.Namespace) -> int:
     """Print predictions of the paper's rows, layers divided among pipeline stages; 1 for none."""
-    from bench.prediction.paper_fit import predict_tables
-    from bench.prediction.paper_pipelines import predict_rows
+    from bench.prediction.published.paper_fit import predict_tables
+    from bench.prediction.published.paper_pipelines import predict_rows
     from bench.reports.predicted_pipelines import row_parts
     if arguments.pictures:
         raise UsageError(f"--pictures {arguments.pictures}: pictures are of rows without --stages")
@@ -137,7 +137,7 @@ def _pipelines(arguments: argparse.Namespace) -> int:
 
 def _steps(arguments: argparse.Namespace) -> int:
     """Print predictions of the steps in a file; return 0, or 1 when no row could be predicted."""
-    from bench.prediction.published_steps import fit_machine, predict_rows, read_rows
+    from bench.prediction.published.published_steps import fit_machine, predict_rows, read_rows
     from bench.reports.plans.step_tables import step_parts
     options.refuse(arguments, ("results", "table", "stages", "pictures"),
                    f"leave it out: --steps {arguments.steps} says all of its rows")

@@ -6,7 +6,7 @@ import pytest
 import scipy    # its parts are imported by what uses them first
 
 from bench.least_squares import solve_bounded, fit_line, solve_nonnegative
-from bench.prediction.paper_fit import refine_fit
+from bench.prediction.published.paper_fit import refine_fit
 
 
 def problems(count=40):

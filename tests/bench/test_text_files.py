@@ -9,7 +9,8 @@ import pytest
 from bench.__main__ import main, parser
 from bench import text_files
 from bench.errors import UsageError
-from bench.prediction import machine_model, schedule_costs
+from bench.prediction import machine_model
+from bench.prediction.pipelines import schedule_costs
 from bench.records import atomic, run_file
 from jobs import site
 from records import matmul_record

@@ -11,7 +11,7 @@ from bench.cases.paper import Row, load_tables
 from bench.experiments.rows.dilation import Dilated
 from bench.experiments.rows.record import published_row
 from bench.instruments import spans
-from bench.prediction.waited_step import PARTS as STEP_PARTS
+from bench.prediction.pipelines.waited_step import PARTS as STEP_PARTS
 from bench.records import model_run, run_file
 from bench.records.measurements import Check, Group, Measurements, Variable
 from bench.records.folder import read_folder

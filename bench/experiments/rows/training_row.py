@@ -48,7 +48,7 @@ class TrainingSettings:
         How links and waits are slowed, where ranks wait; its `predict` is not called.
     predict : callable
         Predicts, on rank 0, the seconds of a step without software by the parts of
-        `bench.prediction.waited_step`, from a training and its number of ranks.
+        `bench.prediction.pipelines.waited_step`, from a training and its number of ranks.
     watched : callable
         The context of the steps that count or are timed, as from `mm3d.tracing.watchdog`.
     backend : str or None

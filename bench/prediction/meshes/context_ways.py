@@ -12,7 +12,7 @@ from typing import Callable, Iterator, Sequence
 from bench.prediction.kernels import ATTENTION, priced
 from bench.prediction.machine_model import Machine
 from bench.prediction.model_file import ModelFile
-from bench.prediction.pipeline_model import PASSES, PipelineModel, build_once
+from bench.prediction.pipelines.pipeline_model import PASSES, PipelineModel, build_once
 from bench.prediction.seconds import achieved_seconds, trace_terms
 from mm3d.grid.shape import GridShape
 from mm3d.model.attention.costs import context_moves

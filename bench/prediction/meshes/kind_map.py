@@ -107,7 +107,9 @@ def map_kinds(asked: Asked, gpus: Sequence[int], rates: Sequence[float],
             yield Place(number, rate, best[rate], _exact_seconds(asked, number, best[rate])
                         if rate == asked.machine.network.bytes_per_second else {})
     if not fits:
-        raise UsageError(problems[-1])
+        others = f"--map {','.join(map(str, gpus))}: no plan on any of these, the last: "
+        # Of the first kind, which more numbers of GPUs have a mesh for.
+        raise UsageError(others * (len(gpus) > 1) + problems[-len(KINDS)])
 
 
 def _exact_seconds(asked: Asked, gpus: int, best: dict[str, Best]) -> dict[str, float]:

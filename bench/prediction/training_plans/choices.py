@@ -7,8 +7,8 @@ from typing import Iterable, Iterator, NamedTuple
 
 from bench.prediction.machine_model import Machine
 from bench.prediction.model_file import ModelFile
-from bench.prediction.pipeline_model import (PipelineModel, build_once, mesh_shape,
-                                             mesh_strides)
+from bench.prediction.pipelines.pipeline_model import (PipelineModel, build_once, mesh_shape,
+                                                       mesh_strides)
 from mm3d.config import Division
 from mm3d.grid.layout import divided_directions, without_faces
 from mm3d.grid.shape import GridShape
@@ -108,7 +108,7 @@ class Training:
         The machine.
     overlap : bool
         Whether collectives over replicas are assumed to go on behind other work, see
-        `bench.prediction.training_step.predict_step`.
+        `bench.prediction.pipelines.training_step.predict_step`.
     named : str
         The name or file of the machine.
     asked : str

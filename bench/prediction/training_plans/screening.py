@@ -10,7 +10,8 @@ from typing import Callable, Iterable, Iterator
 import numpy as np
 
 from bench.errors import UsageError, as_usage_error
-from bench.prediction.closed_form_plan import LayerKind, collective_price
+from bench.prediction.closed_form_plan import collective_price
+from bench.prediction.layer_blocks import LayerKind
 from bench.prediction.training_plans.choices import MOST_ACTIONS, Choice, Training
 from bench.prediction.training_plans.dimensions import FIRST, OF_STATE, OF_WORK, list_choices
 from bench.prediction.training_plans.estimate import Estimator, Held

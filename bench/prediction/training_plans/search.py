@@ -11,14 +11,14 @@ from functools import cache, cached_property
 from typing import Callable, Iterable
 
 from bench.errors import UsageError
-from bench.prediction.pipeline_model import PipelineModel
-from bench.prediction.pipeline_seconds import fullest_stage
+from bench.prediction.pipelines.pipeline_model import PipelineModel
+from bench.prediction.pipelines.pipeline_seconds import fullest_stage
 from bench.prediction.training_plans.choices import Choice, Training
 from bench.prediction.training_plans.dimensions import changed, describe, searched
 from bench.prediction.training_plans.layer_work import Layer
 from bench.prediction.training_plans.screening import OF_FAMILY, SLACK, Screening, ordered
-from bench.prediction.training_step import (TrainingStep, memory_by_kind, model_flops,
-                                            predict_step)
+from bench.prediction.pipelines.training_step import (TrainingStep, memory_by_kind, model_flops,
+                                                      predict_step)
 
 EXACT = 8           # predicted exactly, in all
 TRIES = 4           # of a family, or of a changed choice, until one fits

@@ -5,8 +5,8 @@ from fractions import Fraction
 from functools import partial
 
 from bench.errors import UsageError, as_usage_error
-from bench.prediction import schedule_costs
-from bench.prediction.schedule_costs import Pipeline
+from bench.prediction.pipelines import schedule_costs
+from bench.prediction.pipelines.schedule_costs import Pipeline
 from bench.reports import schedule_tables
 from bench.document import Notes
 from bench.reports.figures import style

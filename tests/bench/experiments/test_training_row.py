@@ -18,7 +18,7 @@ from bench.instruments.timing import Limits
 from bench.prediction.machine_model import Curve, load_machine
 from bench.prediction.seconds import collective_terms, work_seconds
 from bench.prediction.similarity import emulating_machine
-from bench.prediction.waited_step import PARTS, find_machine, predict_waited
+from bench.prediction.pipelines.waited_step import PARTS, find_machine, predict_waited
 from bench.records import run_file
 from bench.records.kinds import combined as kind
 from bench.reports.figures.every_figure import draw_figures

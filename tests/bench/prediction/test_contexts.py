@@ -12,11 +12,11 @@ from bench.prediction import seconds
 from bench.prediction.machine_model import load_machine
 from bench.prediction.meshes.context_ways import Asked, list_places
 from bench.prediction.model_file import ModelFile
-from bench.prediction.pipeline_model import PipelineModel
+from bench.prediction.pipelines.pipeline_model import PipelineModel
 from bench.prediction.training_plans import choices, search
 from bench.prediction.training_plans.choices import Training
 from bench.prediction.training_plans.layer_work import Layer, trace_layer, traced_work
-from bench.prediction.training_step import predict_step
+from bench.prediction.pipelines.training_step import predict_step
 from bench.reports.plans.context_ways import winners
 from mm3d.arrays import backend as backends
 from mm3d.grid.shape import GridShape

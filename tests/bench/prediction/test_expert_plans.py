@@ -5,8 +5,8 @@ import mm3d
 from bench.__main__ import main
 from bench.prediction import machine_model, planner
 from bench.prediction.closed_form_plan import screen_grid
-from bench.prediction.pipeline_model import PipelineModel
-from bench.prediction.pipeline_seconds import predict_pipeline
+from bench.prediction.pipelines.pipeline_model import PipelineModel
+from bench.prediction.pipelines.pipeline_seconds import predict_pipeline
 from mm3d.model.experts.layer import Experts
 from mm3d.model.stack import Stack
 from mm3d.schemes import find_scheme

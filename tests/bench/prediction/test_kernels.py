@@ -8,11 +8,10 @@ import pytest
 
 from bench.errors import UsageError
 from bench.prediction import machine_model
-from bench.prediction.closed_form_plan import (BlockSizes, elementwise_coefficients,
-                                               gradient_words)
+from bench.prediction.layer_blocks import BlockSizes, elementwise_coefficients, gradient_words
 from bench.prediction.kernels import attention_of, events_of_call, with_kernels
 from bench.prediction.seconds import Flash, trace_terms
-from bench.prediction.training_step import adamw_seconds, unadded_seconds
+from bench.prediction.pipelines.training_step import adamw_seconds, unadded_seconds
 from mm3d import ModelSizes
 from mm3d.arrays.cupy_kernels import KERNEL_NAMES
 from mm3d.grid.shape import GridShape

@@ -7,9 +7,10 @@ import pytest
 
 import mm3d
 from bench.__main__ import main
-from bench.prediction import hop_seconds, machine_model, pipeline_seconds
-from bench.prediction.chunk_events import events_of_chunk
-from bench.prediction.pipeline_model import PipelineModel
+from bench.prediction import machine_model
+from bench.prediction.pipelines import hop_seconds, pipeline_seconds
+from bench.prediction.pipelines.chunk_events import events_of_chunk
+from bench.prediction.pipelines.pipeline_model import PipelineModel
 from mm3d.grid.shape import GridShape
 from mm3d.model.stack import Stack
 from mm3d.tracing.events import Collective

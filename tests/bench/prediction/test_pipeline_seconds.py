@@ -5,9 +5,10 @@ import numpy as np
 import pytest
 
 from bench.__main__ import main
-from bench.prediction import hop_seconds, machine_model, pipeline_seconds
-from bench.prediction.chunk_events import run_few
-from bench.prediction.pipeline_model import PipelineModel
+from bench.prediction import machine_model
+from bench.prediction.pipelines import hop_seconds, pipeline_seconds
+from bench.prediction.pipelines.chunk_events import run_few
+from bench.prediction.pipelines.pipeline_model import PipelineModel
 from bench.prediction.seconds import step_seconds
 from mm3d import ModelSizes
 from mm3d.grid.shape import GridShape

@@ -9,11 +9,11 @@ from msgspec import structs
 from bench.__main__ import main
 from bench.prediction.machine_model import load_machine
 from bench.prediction.model_file import ModelFile
-from bench.prediction.pipeline_seconds import predict_pipeline
+from bench.prediction.pipelines.pipeline_seconds import predict_pipeline
 from bench.prediction.training_plans import screening, search
 from bench.prediction.training_plans.choices import LONG_SEQ, Choice, Training
 from bench.prediction.training_plans.layer_work import Layer, trace_layer
-from bench.prediction.training_step import expert_parameters, layer_parameters
+from bench.prediction.pipelines.training_step import expert_parameters, layer_parameters
 from mm3d.grid.shape import GridShape
 from mm3d.model.experts.layer import Experts
 from mm3d.model.experts.options import PLAIN_DESIGN, ExpertDesign

@@ -10,7 +10,8 @@ import pytest
 
 from bench.__main__ import main
 from bench.cases.selection import select_rows
-from bench.prediction import machine_model, paper_fit, paper_pipelines, planner, scaling
+from bench.prediction import machine_model, planner
+from bench.prediction.published import paper_fit, paper_pipelines, scaling
 from bench.reports.figures import prediction
 from mm3d.model.stack import Stack
 from mm3d.training.schedules import build

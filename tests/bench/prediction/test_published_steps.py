@@ -10,12 +10,12 @@ from bench.__main__ import main
 from bench.errors import UsageError
 from bench.prediction import machine_model
 from bench.prediction.machine_model import Achieved
-from bench.prediction.pipeline_model import PipelineModel
-from bench.prediction.published_steps import (COLUMNS, choices, fit_machine, predict_rows,
-                                              read_rows)
-from bench.prediction.training_step import (SHARES, memory_by_kind, model_flops,
-                                            optimizer_seconds, parameters_of_rank,
-                                            predict_step, written_seconds)
+from bench.prediction.pipelines.pipeline_model import PipelineModel
+from bench.prediction.published.published_steps import (COLUMNS, choices, fit_machine,
+                                                        predict_rows, read_rows)
+from bench.prediction.pipelines.training_step import (SHARES, memory_by_kind, model_flops,
+                                                      optimizer_seconds, parameters_of_rank,
+                                                      predict_step, written_seconds)
 from mm3d.model.stack import Stack
 from mm3d.schemes import find_scheme
 from mm3d.training.schedules import build
@@ -174,7 +174,7 @@ def test_optional_columns_say_what_a_row_is(tmp_path):
 def test_a_misspelt_column_is_named(tmp_path):
     """But not one of something else, nor one beside the column that it is like."""
     rows, problems = read_rows(written(tmp_path, GOOD[0] + ",1000,float16,x",
-                                       head=HEAD + ",Vocab,dtype,type"))
+                                       head=HEAD + ",Vocab,dtype,time"))
     assert len(rows) == 1 and rows[0].config.model.vocab == 51200
     assert problems == ["column 'vocab' is not used; did you mean vocabulary?"]
 

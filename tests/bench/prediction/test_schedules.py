@@ -2,8 +2,8 @@
 import pytest
 
 from bench.__main__ import main
-from bench.prediction import schedule_costs
-from bench.prediction.schedule_costs import Pipeline
+from bench.prediction.pipelines import schedule_costs
+from bench.prediction.pipelines.schedule_costs import Pipeline
 from mm3d.training.schedules import build, format_schedule
 
 SMALL = ["schedule", "--schedule", "zb-h1", "--stages", "3", "--microbatches", "4"]

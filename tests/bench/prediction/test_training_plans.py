@@ -13,7 +13,7 @@ from bench.__main__ import main
 from bench.command_line import config_options
 from bench.errors import UsageError
 from bench.instruments.placement import mesh_order
-from bench.prediction import hop_seconds
+from bench.prediction.pipelines import hop_seconds
 from bench.prediction.closed_form_plan import collective_price
 from bench.prediction.machine_model import load_machine
 from bench.prediction.model_file import SIZES, ModelFile, load_model
@@ -21,7 +21,7 @@ from bench.prediction.training_plans import screening, search
 from bench.prediction.training_plans.choices import Choice, Training
 from bench.prediction.training_plans.layer_work import (Layer, screen_layer, screened_work,
                                                         trace_layer, traced_work)
-from bench.prediction.training_step import layer_parameters
+from bench.prediction.pipelines.training_step import layer_parameters
 from bench.reports.plans.training_plans import command_lines, remarks
 from bench.verbs import train
 from jobs.own_options import list_verb_problems
@@ -216,6 +216,20 @@ def test_closed_forms_of_a_gpts_ends_are_near_the_dry_run_of_this_librarys_kerne
         assert near.ends == pytest.approx(exact.ends, rel=.06)
 
 
+@pytest.mark.parametrize("scheme, sizes", [
+    ("1d", {"x": 4}), ("2d", {"x": 2, "y": 2}), ("3d", {"x": 1, "y": 2, "z": 2})])
+def test_closed_forms_of_a_gpts_ends_start_as_many_kernels_as_the_dry_run(scheme, sizes):
+    """Each takes a second, and all else next to nothing.  Rows are added to gradients of a table
+    in passes whose number grows with the logarithm of the tokens, of which there are fewer."""
+    machine = msgspec.structs.replace(load_machine("dgx-a100"), kernels="own", launch_seconds=1)
+    asked = Training(load_model("gpt2"), 8, 8, 64, "bfloat16", machine)
+    layer = Layer(scheme, GridShape.from_sizes(sizes), 8, "none", False)
+    near = screened_work(layer, screen_layer(asked, layer), collective_price(machine)).ends
+    exact = traced_work(asked, layer, trace_layer(asked, layer)).ends
+    assert near[0] == pytest.approx(exact[0], rel=1e-4)
+    assert near[1] == pytest.approx(exact[1], rel=.15)
+
+
 def written(model: ModelFile, folder) -> str:
     """The path of a file that has the model."""
     tree = {name: getattr(model, name) for name in ("name", *SIZES, "tied")}
@@ -280,6 +294,8 @@ def test_dry_train_and_jobs_take_a_plan(choice, overlap, tmp_path, capsys):
     (["--gpus", "8", "--model", "gpt-3-175b", "--batch", "1"], "no plan fits 74.5 GiB a GPU"),
     (["--gpus", "1", "--model", "gpt2", "--batch", "100003"], "so a smaller batch may do too"),
     (["--map", "7919", "--model", "gpt2", "--batch", "8"], "such as 4096 would do"),
+    (["--map", "1,2", "--model", "gpt-3-175b", "--batch", "8"],
+     "--map 1,2: no plan on any of these, the last: --gpus 2 --model gpt-3-175b: no plan fits"),
     (["--gpus", "8", "--model", "none.toml", "--batch", "8"], "there is no such file"),
     (["--gpus", "8", "--model", "gpt-3-175b", "--batch", "8", "--zero", "1"], "--zero 1"),
     (["--ranks", "8"], "--hidden is missing"), (["--hide-sums"], "--gpus is missing"),

@@ -12,7 +12,8 @@ from matplotlib.text import Text
 
 import bench
 from bench.cases.selection import select_rows
-from bench.prediction import machine_model, planner, schedule_costs
+from bench.prediction import machine_model, planner
+from bench.prediction.pipelines import schedule_costs
 from bench.records import run_file
 from bench.records.folder import read_folder
 from bench.reports.figures import (cube, every_figure, prediction, roofline_and_memory, schedules,

@@ -1,10 +1,10 @@
 """Predict the seconds of a pipeline's step by a machine model, on any number of ranks.
 
 The layers of a stage are run dry for one micro-batch, and F, B and W predicted from the trace;
-hops take the link inside a node or between nodes (`bench.prediction.hop_seconds`).  The clock then
-times the schedule.  Replicas sum gradients and gather values where their stage of ZeRO does: in F,
-B and W, or at the end of a stage's step.  Words and memory are exact, from a dry run of a whole
-step; seconds are a model.
+hops take the link inside a node or between nodes (`hop_seconds`).  The clock then times the
+schedule.  Replicas sum gradients and gather values where their stage of ZeRO does: in F, B and W,
+or at the end of a stage's step.  Words and memory are exact, from a dry run of a whole step;
+seconds are a model.
 """
 
 from collections import Counter
@@ -17,13 +17,12 @@ from typing import Iterable
 import numpy as np
 
 from bench.cases.variants import itemsize
-from bench.prediction.chunk_events import events_of_chunk, run_few
-from bench.prediction.hop_seconds import place_moves, seconds_of_moves, stage_moves
+from bench.prediction.pipelines.chunk_events import events_of_chunk, run_few
+from bench.prediction.pipelines.hop_seconds import place_moves, seconds_of_moves, stage_moves
 from bench.prediction.kernels import priced
 from bench.prediction.machine_model import Machine
-from bench.prediction.pipeline_model import PASSES, PipelineModel
-from bench.prediction.seconds import (REPLICAS, Terms, achieved_seconds, trace_terms,
-                                      with_strides)
+from bench.prediction.pipelines.pipeline_model import PASSES, PipelineModel
+from bench.prediction.seconds import REPLICAS, Terms, achieved_seconds, trace_terms, with_strides
 from mm3d.grid.shape import GridShape
 from mm3d.tracing import dry_run
 from mm3d.tracing.events import Collective, HALVES, PHASES
@@ -239,7 +238,7 @@ def _chunk_seconds(model: PipelineModel, machine: Machine, spent: Spent, repeats
 def peak_bytes(model: PipelineModel, stage: int, optimizer: bool = False) -> int:
     """Return the peak bytes of the first rank of a stage in a step, by a dry run.
 
-    Of micro-batches that are alike few are run (`bench.prediction.chunk_events.run_few`).
+    Of micro-batches that are alike few are run (`chunk_events.run_few`).
     """
     prepare = run_few if model.schedule.chunks > 1 or model.named in ONE_CHUNK else None
     return model.whole_step(0, stage, 0, optimizer, prepare).peak

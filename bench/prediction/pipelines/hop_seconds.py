@@ -66,7 +66,7 @@ def place_moves(moves: Moves, size: int, mesh: GridShape, inside: str, per_node:
     size : int
         Bytes of a word.
     mesh : GridShape
-        As of `bench.prediction.pipeline_model.PipelineModel.mesh`.
+        As of `bench.prediction.pipelines.pipeline_model.PipelineModel.mesh`.
     inside : str
         The direction whose ranks follow each other on the nodes; "" for the order of the mesh.
         Where replicas are the slowest, their moves repeat beyond `per_node` + 1 of them, and the

@@ -1,8 +1,8 @@
 """Predict a training step as this library takes it, in every product and elementwise pass.
 
-The pipeline is predicted as any (`bench.prediction.pipeline_seconds`).  The optimizer, here not
-one fused kernel but the passes of `mm3d.AdamW`, is run dry.  Every micro-batch is priced as one
-that adds to gradients; the first writes them, which takes less: 0.04 % of a step at most.
+The pipeline is predicted as any (`pipeline_seconds`).  The optimizer, here not one fused kernel
+but the passes of `mm3d.AdamW`, is run dry.  Every micro-batch is priced as one that adds to
+gradients; the first writes them, which takes less: 0.04 % of a step at most.
 """
 
 from functools import partial
@@ -10,10 +10,10 @@ from functools import partial
 from bench.cluster.spec import Cluster
 from bench.errors import UsageError
 from bench.prediction.machine_model import Machine, check_machine, load_machine, missing_rate
-from bench.prediction.pipeline_model import PipelineModel
-from bench.prediction.pipeline_seconds import predict_pipeline
+from bench.prediction.pipelines.pipeline_model import PipelineModel
+from bench.prediction.pipelines.pipeline_seconds import predict_pipeline
 from bench.prediction.seconds import work_seconds
-from bench.prediction.training_step import tied_seconds
+from bench.prediction.pipelines.training_step import tied_seconds
 from mm3d.config import Config
 from mm3d.tracing import dry_run
 from mm3d.tracing.trace import Trace

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.prediction.pipeline_model import ENDS, LAYERS, PipelineModel, build_once
+from bench.prediction.pipelines.pipeline_model import ENDS, LAYERS, PipelineModel, build_once
 from mm3d.grid.shape import GridShape
 from mm3d.model.chains import saved_arrays
 from mm3d.tracing import dry_run

@@ -1,8 +1,8 @@
 """Predict a step of training a GPT by a machine model: seconds, their shares, and memory by kind.
 
-The step is a dry run of `mm3d.GPT` (`bench.prediction.pipeline_seconds`): embedding, layers, head
-and loss, sums of gradients over replicas.  The optimizer is added from the bytes that one fused
-kernel of AdamW moves.
+The step is a dry run of `mm3d.GPT` (`pipeline_seconds`): embedding, layers, head and loss, sums of
+gradients over replicas.  The optimizer is added from the bytes that one fused kernel of AdamW
+moves.
 """
 
 import math
@@ -11,12 +11,12 @@ from fractions import Fraction
 from functools import cache
 
 from bench.cases.variants import itemsize
-from bench.prediction.closed_form_plan import ADDED, weight_parts
+from bench.prediction.layer_blocks import ADDED, weight_parts
 from bench.prediction.machine_model import Machine
 from bench.prediction.memory_fit import state_by_kind
-from bench.prediction.pipeline_model import PipelineModel
-from bench.prediction.pipeline_seconds import (PredictedPipeline, Spent, fullest_stage,
-                                               predict_pipeline)
+from bench.prediction.pipelines.pipeline_model import PipelineModel
+from bench.prediction.pipelines.pipeline_seconds import (PredictedPipeline, Spent, fullest_stage,
+                                                         predict_pipeline)
 from bench.prediction.seconds import achieved_seconds, collective_terms
 from mm3d import ModelSizes
 from mm3d.grid.shape import GridShape

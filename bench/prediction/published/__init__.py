@@ -1,0 +1,1 @@
+"""Predict what others measured: the tables of the paper, and steps of training."""
