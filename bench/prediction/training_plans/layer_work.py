@@ -15,10 +15,9 @@ from bench.cases.variants import itemsize
 from bench.prediction.pipelines.chunk_events import run_once
 from bench.prediction.closed_form_plan import PhaseWork, Price, collectives_of, grid_work
 from bench.prediction.layer_blocks import (BlockSizes, LayerKind, elementwise_coefficients,
-                                           launches, started)
-from bench.prediction.kernels import attention_of, priced, with_kernels
-from bench.prediction.pipelines.pipeline_model import (ENDS, LAYERS, PASSES, PipelineModel,
-                                                       build_once)
+                                           launches)
+from bench.prediction.kernels import attention_of, priced
+from bench.prediction.pipelines.pipeline_model import LAYERS, PASSES, PipelineModel, build_once
 from bench.prediction.seconds import achieved_seconds, gemm_seconds, trace_terms, with_strides
 from bench.prediction.training_plans.choices import Choice, Training
 from bench.prediction.training_plans.expert_work import (EXPERTS, WIDE, Calls, exchanges,
@@ -35,7 +34,6 @@ from mm3d.tracing.events import Gemm, HALVES, PHASES
 from mm3d.tracing.trace import Trace
 
 LOGIT_ARRAYS = 2    # that the ends of a GPT hold at once
-SEQ_OF_ENDS = 256    # tokens of a sequence where their launches are counted, which grow slowly
 # Bytes that the ends read and write, forward and backward: in arrays of logits, and of a table of
 # words, as gradients are added to those of the head and of the embedding.
 END_PASSES = {"numpy": ((8, 0), (6, 0)), "own": ((1, 0), (3, 7)), "fused": ((2, 0), (2, 0))}
@@ -238,24 +236,12 @@ def _screened_ends(training: Training, layer: Layer) -> tuple[PhaseWork, PhaseWo
     product = sum(one.count * gemm_seconds(machine, Gemm(1, *one[:3], training.dtype))
                   for one in kind.local_products(layer.grid, shape))
     arrays = np.array([_logits(training, layer), gpt.hidden * gpt.vocab / layer.grid.ranks])
-    ranks = layer.grid.ranks
-    alike = _of_one_group(replace(training, seq=max(SEQ_OF_ENDS, ranks)), Layer(
-        layer.scheme, layer.grid, max(8, ranks), "none", False))
-    counts = _launches_of_ends(alike, machine.elementwise_block, machine.kernels)
     return tuple(PhaseWork(achieved_seconds(machine, {
-        "gemm": times * product, "latency": calls * machine.launch_seconds,
+        "gemm": times * product,
         "memory": float(passes @ arrays) * size / machine.memory_bandwidth}),
         collectives_of(moves, layer.grid, size))
-        for times, calls, passes, moves in zip((1, 2), counts,
-                                               np.array(END_PASSES[machine.kernels]),
-                                               kind.product_moves(layer.grid, shape)))
-
-
-@cache
-def _launches_of_ends(model: PipelineModel, block: int, kernels: str) -> tuple[int, int]:
-    """Count the operations that a rank starts in the ends of a GPT, which have no attention."""
-    trace = run_once(model, model.sizes.layers, block, ENDS)
-    return started(with_kernels(trace, kernels, "", model.stack.dtype, model.sizes.head))
+        for times, passes, moves in zip((1, 2), np.array(END_PASSES[machine.kernels]),
+                                        kind.product_moves(layer.grid, shape)))
 
 
 @cache

@@ -216,20 +216,6 @@ def test_closed_forms_of_a_gpts_ends_are_near_the_dry_run_of_this_librarys_kerne
         assert near.ends == pytest.approx(exact.ends, rel=.06)
 
 
-@pytest.mark.parametrize("scheme, sizes", [
-    ("1d", {"x": 4}), ("2d", {"x": 2, "y": 2}), ("3d", {"x": 1, "y": 2, "z": 2})])
-def test_closed_forms_of_a_gpts_ends_start_as_many_kernels_as_the_dry_run(scheme, sizes):
-    """Each takes a second, and all else next to nothing.  Rows are added to gradients of a table
-    in passes whose number grows with the logarithm of the tokens, of which there are fewer."""
-    machine = msgspec.structs.replace(load_machine("dgx-a100"), kernels="own", launch_seconds=1)
-    asked = Training(load_model("gpt2"), 8, 8, 64, "bfloat16", machine)
-    layer = Layer(scheme, GridShape.from_sizes(sizes), 8, "none", False)
-    near = screened_work(layer, screen_layer(asked, layer), collective_price(machine)).ends
-    exact = traced_work(asked, layer, trace_layer(asked, layer)).ends
-    assert near[0] == pytest.approx(exact[0], rel=1e-4)
-    assert near[1] == pytest.approx(exact[1], rel=.15)
-
-
 def written(model: ModelFile, folder) -> str:
     """The path of a file that has the model."""
     tree = {name: getattr(model, name) for name in ("name", *SIZES, "tied")}
