@@ -10,6 +10,7 @@ from bench.cases.case import make_case
 from bench.cases.selection import equal_token_rows, select_rows
 from bench.errors import UsageError, status_of
 from bench.records import atomic
+from bench.records.notes import counted
 from bench.document import Column, Table
 from bench.reports.formats import format_text
 from bench.command_line import options, row_options
@@ -229,7 +230,7 @@ def submit(work: Work, cases: list[Row], arguments) -> int:
             complain(f"refused: {one.title}: {work.fit(one).refusal(most)}")
         due = [one for one in due if one not in refused]
         under_way = [one.job for one in found if one.state in UNDER_WAY]
-        say(f"{len(cases)} rows: {sum(one.state == DONE for one in found)} done, "
+        say(f"{counted(len(cases), 'row')}: {sum(one.state == DONE for one in found)} done, "
             f"{len(under_way)} under way, {len(due)} to submit", *foretold(work, due))
         new: list[str] = []
         try:
