@@ -126,6 +126,10 @@ def table_cases(arguments, site: sites.Site) -> list[Row]:
     chosen = select_rows(arguments.table, arguments.scheme)
     variant = row_options.variant(arguments)
     chosen += equal_token_rows(chosen) if arguments.equal_tokens else []
+    if variant.waits and site.run.backend != "numpy":
+        raise UsageError(f"--preset {arguments.preset}: its ranks wait for their work, with "
+                         f"arrays in host memory, but --site {arguments.site} says run.backend = "
+                         f"{site.run.backend!r}; choose --preset paper, or another site")
     if problem := variants.problem(variant, (row.scheme for row in chosen),
                                    recompute=arguments.recompute):
         raise UsageError(problem)
