@@ -191,7 +191,7 @@ def variables(facts: Facts) -> Finding:
 @needs_world
 def backend(facts: Facts) -> Finding:
     """Check that every rank can use the array library that is wanted."""
-    if not facts.needs_cupy:
+    if facts.backend != "cupy" and not facts.device_buffers:
         return Finding("backend", SKIPPED, "NumPy is all that is wanted")
     problems = [rank["cupy"] for rank in facts.world if rank["cupy"]]
     if problems:

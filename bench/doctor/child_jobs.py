@@ -94,11 +94,6 @@ class Facts:
         """True if a rank sees a GPU."""
         return any(rank["gpus"] for rank in self.world)
 
-    @property
-    def needs_cupy(self) -> bool:
-        """True if the ranks must be able to use CuPy."""
-        return self.backend == "cupy" or self.device_buffers
-
     def run_child_job(self, report: str, *words: str) -> tuple[list[Any], str]:
         """Run `bench.doctor.census` under the launcher.
 
