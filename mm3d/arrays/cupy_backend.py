@@ -57,6 +57,7 @@ class CupyBackend(Backend):
     block = sys.maxsize
     host_buffers = False
     has_device = True
+    rehearsing = False    # a step runs once before it is recorded
 
     def __init__(self) -> None:
         self.xp = _import_cupy()
@@ -105,6 +106,11 @@ class CupyBackend(Backend):
         if current.ptr != self.stream.ptr:
             self.stream.wait_event(current.record())
             self.stream.use()
+
+    @property
+    def recording(self) -> bool:
+        self.join_stream()    # it is captured too where the current one is
+        return self.rehearsing or self.stream.is_capturing()
 
     def _allocate(self, size: int) -> Any:
         """Allocate device memory, for every array and for CuPy's own temporaries."""

@@ -27,7 +27,7 @@ class Graph:
     def __init__(self, backend: Any, step: Callable[[], Any]) -> None:
         self._backend, self._stream, self._step = backend, backend.stream, step
         before, backend.pool = backend.pool, backend.xp.cuda.MemoryPool()
-        self._pool, backend.recording = backend.pool, True
+        self._pool, backend.rehearsing = backend.pool, True
         try:
             step()
             backend.synchronize()
@@ -37,7 +37,7 @@ class Graph:
             finally:
                 self._graph = self._stream.end_capture()
         finally:
-            backend.pool, backend.recording = before, False
+            backend.pool, backend.rehearsing = before, False
 
     def __call__(self) -> Any:
         self._backend.join_stream()    # after what the caller computed on another one

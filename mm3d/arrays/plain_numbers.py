@@ -37,13 +37,15 @@ def is_number(value: Any) -> bool:
 
 def is_whole(value: Any, least: int = 1) -> bool:
     """Return whether the value is a whole number of at least `least`, and not a truth value."""
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and value >= least
+    whole = type(value) is int or type(value) is not bool and isinstance(value, numbers.Integral)
+    return whole and least <= value < 2 ** 63
 
 
-def check_whole(name: str, value: Any, least: int = 1) -> None:
-    """Raise ValueError unless the value is a whole number of at least `least`."""
-    if not is_whole(value, least):
+def check_whole(name: str, value: Any, least: int = 1) -> int:
+    """Return a whole number of at least `least` as Python's; ValueError for all else."""
+    if not is_whole(plain_number(value), least):
         raise ValueError(f"{name}={value!r} should be a whole number of at least {least}")
+    return int(value)
 
 
 def check_range(name: str, value: Any, good: Callable[[Any], bool], wanted: str) -> None:

@@ -8,11 +8,11 @@ from typing import Any, Iterable
 
 import numpy as np
 
+from mm3d.arrays.plain_numbers import check_whole
 from mm3d.checkpoints import folder as folders
 from mm3d.checkpoints.block_files import Block, read_part
-from mm3d.checkpoints.facts import compare_facts
+from mm3d.checkpoints.facts import compare_facts, known_facts
 from mm3d.checkpoints.index_file import DROPOUT_STEP, Index, read_index
-from mm3d.checkpoints.saving import whole_number
 from mm3d.checkpoints.stored_arrays import StoredArray, stored_arrays
 from mm3d.checkpoints.together import on_each, on_root
 from mm3d.grid.agreement import same_arguments
@@ -71,8 +71,11 @@ def restore(folder: str | Path, model: Any, optimizer: Any = None,
     """
     folder, comm = Path(folder), comm_of(model, "restore")
     with same_arguments(comm, "restore") as given:
-        step = step if step is None else whole_number("step", step, 0)
-        given |= {"folder": str(folder), "step": step}
+        step = step if step is None else check_whole("step", step, 0)
+        given |= {"folder": str(folder), "step": step,
+                  "optimizer": optimizer and type(optimizer).__name__}
+        given |= {name: value for facts in known_facts(model, optimizer)
+                  for name, value in facts.items()}
     arrays = stored_arrays(model, optimizer)
     path, index, read, new, said = _read_all(folder, step, model, optimizer, arrays)
     for stored, one in read:

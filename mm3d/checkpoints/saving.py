@@ -4,10 +4,10 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from mm3d.arrays.plain_numbers import plain_number
+from mm3d.arrays.plain_numbers import check_whole
 from mm3d.checkpoints import folder as folders
 from mm3d.checkpoints.block_files import Block, write_blocks
-from mm3d.checkpoints.facts import known_facts
+from mm3d.checkpoints.facts import OPTIMIZER, known_facts
 from mm3d.checkpoints.index_file import (DROPOUT_STEP, RESERVED, ArrayInfo, Index, index_bytes,
                                          storable_attributes)
 from mm3d.checkpoints.stored_arrays import StoredArray, stored_arrays
@@ -62,15 +62,17 @@ def save(folder: str | Path, model: Any, optimizer: Any = None, step: int | None
     """
     folder, comm = Path(folder), comm_of(model, "save")
     with same_arguments(comm, "save") as given:
-        step = whole_number("step", getattr(optimizer, "steps", 0) if step is None else step, 0)
-        keep = whole_number("keep", keep, 1)
+        step = check_whole("step", getattr(optimizer, "steps", 0) if step is None else step, 0)
+        keep = check_whole("keep", keep)
         attributes = _own_attributes(attributes)
         described = {} if optimizer is None else storable_attributes({
             "name": type(optimizer).__name__, **optimizer.numbers()})
-        facts = map(storable_attributes, known_facts(model, optimizer))
+        facts = [*map(storable_attributes, known_facts(model, optimizer))]
         groups = ({"step": step, **_dropout_step(model), **attributes}, described, *facts)
         given |= {"folder": str(folder), "step": step, "keep": keep} | {
-            f"attribute {name}": value for name, value in attributes.items()}
+            kind + name: value for kind, found in zip(
+                ("attribute ", OPTIMIZER, "", ""), (attributes, *groups[1:]))
+            for name, value in found.items()}
     writer = Writer(folder, step)    # which rank 0 alone uses
     try:
         place = _write(writer, comm, stored_arrays(model, optimizer), groups)
@@ -112,14 +114,6 @@ def _write(writer: Writer, comm: Any, arrays: list[StoredArray],
     gathered = comm.gather((infos, blocks))
     return on_root(comm, problem, lambda: writer.complete(
         index_bytes(_join(gathered, *groups), f"written by {comm.size} ranks")))
-
-
-def whole_number(name: str, value: Any, least: int) -> int:
-    """Return a whole number of at least `least` as Python's; ValueError for all else."""
-    found = plain_number(value)
-    if type(found) is not int or not least <= found < 2 ** 63:
-        raise ValueError(f"{name}={value!r}: a whole number of at least {least} would do")
-    return found
 
 
 def _dropout_step(model: Any) -> dict[str, int]:

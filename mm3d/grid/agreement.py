@@ -97,10 +97,11 @@ def compare(comm: MPI.Intracomm | DryCommunicator, call: str, given: Mapping[str
 
 
 def variables() -> dict[str, str]:
-    """Return the variables of the environment that all ranks should have alike, where set."""
-    return {name: os.environ[name] for name in (
-        "MM3D_TRANSPORT", "MM3D_NODE_SIZE", "MM3D_KERNELS", "MM3D_TF32", "MM3D_CUDNN")
-        if os.environ.get(name)}
+    """Return what the variables of the environment mean, for all ranks alike, if not as unset."""
+    unset = {"MM3D_TRANSPORT": "", "MM3D_NODE_SIZE": "", "MM3D_KERNELS": "", "MM3D_TF32": "0",
+             "MM3D_CUDNN": "1"}
+    return {name: text.lstrip("0") or "0" for name, same in unset.items()
+            if (text := os.environ.get(name, "")) not in ("", same)}
 
 
 def checksum(a: np.ndarray) -> str:

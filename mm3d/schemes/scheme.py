@@ -72,12 +72,11 @@ class GridAlgorithm(ABC):
         ValueError
             When these are other directions, or a size is less than 1.
         """
-        given = sizes
-        directions, sizes = ((given.directions, given.sizes) if isinstance(given, GridShape)
-                             else (cls.directions, tuple(given)))
-        if directions != cls.directions or len(sizes) != len(cls.directions):
+        if isinstance(sizes, GridShape) and sizes.directions == cls.directions:
+            return sizes
+        if isinstance(sizes, GridShape) or len(sizes) != len(cls.directions):
             raise ValueError(f"the grid of scheme {cls.name!r} has the directions "
-                             f"{', '.join(cls.directions) or '(none)'}, so grid={given!r} should "
+                             f"{', '.join(cls.directions) or '(none)'}, so grid={sizes!r} should "
                              f"have {len(cls.directions)} sizes, one for each")
         return GridShape(cls.directions, sizes)
 

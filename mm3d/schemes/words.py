@@ -131,9 +131,10 @@ class Words:
     def __init__(self, scheme: str, grid: Mapping[str, int], batch: int, seq: int,
                  **options: Any) -> None:
         self.scheme = find_scheme(scheme)
-        sizes = [grid[c] for c in self.scheme.directions if c in grid]    # in their order
-        self.grid = self.scheme.grid_shape(
-            sizes if len(sizes) == len(grid) else GridShape.from_sizes(grid))
+        if getattr(grid, "directions", None) != self.scheme.directions:
+            sizes = [grid[c] for c in self.scheme.directions if c in grid]    # in their order
+            grid = sizes if len(sizes) == len(grid) else GridShape.from_sizes(grid)
+        self.grid = self.scheme.grid_shape(grid)
         self.scheme.check_grid(self.grid)
         self.options = self.scheme.complete_options(options)
         self.batch, self.seq = batch, seq

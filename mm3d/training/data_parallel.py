@@ -110,9 +110,3 @@ def check_zero(zero: Any) -> None:
     if not is_whole(zero, 0) or zero not in STAGES:
         raise ValueError(f"zero={zero!r} is no stage of ZeRO: 0 (replicas), 1 (optimizer state "
                          f"divided), 2 (gradients too) and 3 (parameters too) would do")
-
-
-def check_in_flight(in_flight: Any) -> None:
-    """Raise ValueError unless `in_flight` is a number of sums."""
-    if not is_whole(in_flight, 0):
-        raise ValueError(f"in_flight={in_flight!r} is no number of sums: 0 or more would do")

@@ -22,7 +22,7 @@ from mm3d.model.transformer import Transformer
 from mm3d.model.transformer_layers import transformer_layers
 from mm3d.names import check_name
 from mm3d.training.batches import divide_layers, divide_rows
-from mm3d.training.data_parallel import DataParallel, check_in_flight, check_zero
+from mm3d.training.data_parallel import DataParallel, check_zero
 from mm3d.training.expert_parallel import check_experts, expert_ranks
 from mm3d.training.hops import Hops
 from mm3d.training.mesh import Mesh, check_mesh
@@ -153,7 +153,7 @@ class Pipeline(Staged):
                 "schedule": schedule, "context_way": how.context_way}
             check_types(how)
             check_zero(how.zero)
-            check_in_flight(how.in_flight)
+            check_whole("in_flight", how.in_flight, 0)
             if isinstance(schedule, str):
                 if microbatches is None:
                     raise ValueError(f"schedule {schedule!r}: a name needs microbatches too, "

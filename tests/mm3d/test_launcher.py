@@ -100,19 +100,6 @@ def test_one_rank_keeps_all_its_threads(node):
     assert variables == {"MPI_LOCALNRANKS": "1"}
 
 
-def test_ranks_share_the_cores(node):
-    node(own=9)
-    variables = {"MPI_LOCALNRANKS": "4"}
-    assert environment.set_defaults(variables) == dict.fromkeys(BLAS, "2")
-    assert variables.items() > dict.fromkeys(BLAS, "2").items()
-
-
-def test_more_ranks_than_cores_yield(node):
-    node(own=2)
-    assert environment.oversubscribed({"MPI_LOCALNRANKS": "3"})
-    assert environment.set_defaults({"MPI_LOCALNRANKS": "3"}) == BLAS | environment.YIELD_SETTINGS
-
-
 @pytest.mark.parametrize("own, launcher, ranks, allocated, threads, oversubscribed", [
     (1, 2, 2, None, 1, False),      # a core each
     (8, 64, 4, None, 8, False),     # eight each, of more than they share

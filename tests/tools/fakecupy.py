@@ -310,6 +310,9 @@ class Stream:
     def end_capture(self) -> Graph:
         return Graph()
 
+    def is_capturing(self) -> bool:
+        return Graph.captured is not None
+
     def synchronize(self) -> None:
         Graph.refuse()
         if self is Stream.computing:

@@ -161,11 +161,13 @@ def measure_layer(subject: MeasuredLayer, beside: Beside | None, overlap: int,
     Raises
     ------
     UsageError
-        On all ranks, when the other side cannot compute the layer.
+        On all ranks, when the other side cannot compute the layer, or its products not overlap.
     WrongResult
         On all ranks, when a result or a gradient is wrong.
     """
     comm, scheme = subject.scheme.grid.comm, subject.scheme
+    if overlap:
+        check_overlap(scheme.name)
     if beside and beside.name == COLOSSAL:
         check_colossal(scheme, subject.sizes)
     results = subject.step()

@@ -3,6 +3,7 @@ import ast
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 import mm3d
 from bench.errors import UsageError
@@ -43,6 +44,12 @@ def layer(comm):
     record = measure_layer(subject, None, 1, TWICE)
     scheme.grid.free()
     return record
+
+
+def test_a_layer_that_cannot_overlap_is_refused():
+    subject = MeasuredLayer(mm3d.scheme("1d", MPI.COMM_SELF), mm3d.ModelSizes(1, 8, 2, 1, 2))
+    with pytest.raises(UsageError, match="--scheme 1d: only products of 3d can overlap"):
+        measure_layer(subject, None, 2, TWICE)
 
 
 def collective(comm):

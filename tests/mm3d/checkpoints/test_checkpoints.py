@@ -86,24 +86,6 @@ def test_one_rank_reads_what_four_have_written_and_they_read_what_it_writes(comm
     release(model)
 
 
-@pytest.mark.ranks(4)
-def test_a_training_that_goes_on_has_the_bits_of_one_that_did_not_stop(comm, shared_tmp_path):
-    model = pipeline(comm, *MESHES[4][0])
-    optimizer = KINDS["AdamW"](model)
-    for seed in range(4):
-        if seed == 2:
-            mm3d.save(shared_tmp_path, model, optimizer)
-        step(model, optimizer, seed)
-    again = pipeline(comm, *MESHES[4][0], seed=9)
-    other = KINDS["AdamW"](again)
-    assert mm3d.restore(shared_tmp_path, again, other).step == 2
-    for seed in (2, 3):
-        step(again, other, seed)
-    assert same(everything(again, other), everything(model, optimizer))
-    for one in (again, model):
-        release(one)
-
-
 @pytest.mark.ranks(1, 4)
 def test_h5py_alone_opens_whole_arrays_wherever_the_folder_is(comm, trained, shared_tmp_path,
                                                               monkeypatch):
@@ -171,11 +153,3 @@ def test_float16_with_masters_and_loss_scaling(comm, shared_tmp_path):
     one, other = found
     assert same(one[0], other[0]) and one[1:3] == other[1:3] and same(one[3], other[3])
     assert one[1]["loss_scaling.scale"] == 1024 and one[1]["loss_scaling.good_steps"] == 1
-
-
-def test_parameters_alone(tmp_path):
-    scheme = mm3d.scheme("serial", MPI.COMM_SELF)
-    one, other = (mm3d.Transformer(scheme, **SIZES, seed=seed) for seed in (0, 1))
-    mm3d.save(tmp_path, one, step=3)
-    assert mm3d.restore(tmp_path, other).step == 3
-    assert same(other.state(), one.state())

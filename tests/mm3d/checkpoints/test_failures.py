@@ -16,7 +16,7 @@ import mm3d
 from mm3d.checkpoints.folder import checkpoints
 from mm3d.checkpoints.index_file import read_index
 from checkpoint_models import transformer
-from support import LIMIT, clean_environment, run_command, run_ranks
+from support import LIMIT, clean_environment, run_ranks
 
 # Saves for ever: in step n all elements are n.
 ENDLESS = """
@@ -174,27 +174,6 @@ def test_what_fails_on_rank_0_is_one_line_on_all(comm, shared_tmp_path, monkeypa
     monkeypatch.setattr(f"mm3d.checkpoints.{place}", fail)
     act = mm3d.save if place.startswith("saving") else mm3d.restore
     assert words in lines(comm, lambda: act(shared_tmp_path, model))
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts a disk")
-def test_a_disk_that_is_really_full(tmp_path):
-    """A file system in memory of 400 KiB, at several fillings; the interpreter ends cleanly."""
-    mount = ["mount", "-t", "tmpfs", "-o", "size=400k", "none", str(tmp_path)]
-    if run_command(mount).returncode:
-        pytest.skip("no file system can be mounted here")
-    try:
-        model = transformer(MPI.COMM_SELF, hidden=32)       # 50 KiB
-        mm3d.save(tmp_path, model, step=1)
-        for left in (0, 4096, 12288, 49152):
-            disk = os.statvfs(tmp_path)
-            (tmp_path / "filling").write_bytes(bytes(disk.f_bavail * disk.f_bsize - left))
-            line = lines(MPI.COMM_SELF, lambda: mm3d.save(tmp_path, model, step=2))
-            assert "No space left on device" in line
-            (tmp_path / "filling").unlink()
-            assert os.listdir(tmp_path) == ["step-00000001"]
-        mm3d.save(tmp_path, model, step=3)
-    finally:
-        run_command(["umount", str(tmp_path)])
 
 
 def damage(path: Path, how: str, byte: int) -> None:

@@ -149,13 +149,20 @@ def test_a_grid_that_cannot_be_is_refused_alike_on_all_ranks(comm):
     ("MM3D_TF32", ("", "1"))])
 def test_ranks_that_would_travel_or_compute_in_different_ways_are_refused(comm, monkeypatch, name,
                                                                           values):
-    """A variable that is empty is not set."""
     monkeypatch.setenv(name, values[comm.rank])
     with all_refuse(comm, f"the ranks differ in {name}"):
         mm3d.Grid(comm, x=2)
-    monkeypatch.setenv(name, "")
-    if comm.rank:
-        monkeypatch.delenv(name)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name, values", [
+    ("MM3D_TRANSPORT", ("", None)), ("MM3D_TF32", ("0", None)), ("MM3D_TF32", ("", "0")),
+    ("MM3D_CUDNN", ("1", None)), ("MM3D_NODE_SIZE", ("1", "01"))])
+def test_ranks_agree_where_a_variable_means_the_same(comm, monkeypatch, name, values):
+    """However it is written; one that is empty is not set."""
+    monkeypatch.delenv(name, raising=False)
+    if values[comm.rank] is not None:
+        monkeypatch.setenv(name, values[comm.rank])
     mm3d.Grid(comm, x=2).free()
 
 

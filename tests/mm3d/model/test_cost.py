@@ -195,27 +195,6 @@ def test_ranks_along_x_are_fully_sharded_data_parallelism(comm):
 
 
 @pytest.mark.ranks(3)
-def test_ranks_along_x_compute_what_sharded_data_parallelism_does(comm):
-    """A linear layer against one written out on MPI: rows dealt, B in shards of columns."""
-    m, n, k, rank = 19, 5, 2 * comm.size, comm.rank
-    A, B, dC = integers((m, n), 0), integers((n, k), 1), integers((m, k), 2)
-    rows, columns = np.array_split(np.arange(m), comm.size)[rank], [2 * rank, 2 * rank + 1]
-    mine = np.ascontiguousarray(B[:, columns])
-    gathered = np.hstack(comm.allgather(mine))
-    dB = sum(comm.allgather(A[rows].T @ dC[rows]))[:, columns]
-    with on_grid(comm, comm.size, 1, 1) as grid:
-        in_B = mm3d.Layout("z,yx")
-        splits = [mm3d.Layout(spec).split(grid, a.shape, c) for spec, a, c
-                  in (("xy,z", A, "y"), ("z,yx", B, "x"), ("xz,y", dC, "z"))]
-        fsdp = cube.CubeProduct(*splits, in_B, "none")
-        assert np.array_equal(in_B.shard(B, grid), mine)
-        C, saved = fsdp.forward(A[rows], mine)
-        assert np.array_equal(C, A[rows] @ gathered)
-        dA, dB_mine = fsdp.backward(dC[rows], mine, saved)
-        assert np.array_equal(dA, dC[rows] @ gathered.T) and np.array_equal(dB_mine, dB)
-
-
-@pytest.mark.ranks(3)
 def test_ranks_along_y_are_megatron_with_sequence_parallelism(comm, monkeypatch):
     """The same gathers and reduce-scatters in the same order, block for block, and the same
     numbers; vectors, which one stores on the diagonal and the other in copies, apart."""
@@ -238,19 +217,6 @@ def test_ranks_along_y_are_megatron_with_sequence_parallelism(comm, monkeypatch)
     assert counted == counted_sp
     for a, b in ((y, y_sp), (dx, dx_sp), *((gradients[k], gradients_sp[k]) for k in gradients)):
         assert a.shape == b.shape and relative_error(a, b) < 1e-13
-
-
-@pytest.mark.ranks(4)
-def test_ranks_along_x_and_y_combine_the_two(comm):
-    """X x Y x 1: each line along x gathers the weights of one rank of Megatron, each line
-    along y the rows of one rank of data parallelism."""
-    scheme = mm3d.scheme("3d", comm, grid=(2, 2, 1))
-    outer, inner = scheme.spaces(8, 3)
-    linear = scheme.product(outer, inner, (10, 12), (1, 1))
-    scheme.grid.reset_traffic()
-    linear.forward(np.ones((2, 3, 10)), np.ones((5, 6)))
-    assert words(scheme.grid) == {("y", "all_gather"): 2 * 3 * 10, ("x", "all_gather"): 10 * 3}
-    scheme.grid.free()
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full", "uniform:3",

@@ -157,16 +157,6 @@ def test_halves_with_overlap_are_in_flight_in_any_order(grid, keep, recompute):
     assert moved[0] == moved[1]
 
 
-@pytest.mark.ranks(slow=(8,))
-def test_halves_with_overlap_give_the_same_bits(comm):
-    sizes = dict(layers=2, hidden=256, heads=8, batch=4, seq=8)
-    found = []
-    for overlap, order in ((False, "Fa Fb Da Db"), (True, "Fa Fb Ba Bb Wa Wb")):
-        with Parallelism("3d", None, {"overlap": overlap}).on(comm, "numpy") as scheme:
-            found.append(passes(mm3d.Transformer(scheme, **sizes), order))
-    assert different(*found) == []
-
-
 def test_observers_see_the_halves():
     """Under the names of the layers, each product of weights in the second half."""
     with Parallelism("serial").on(mm3d.grid.grid.MPI.COMM_SELF, "numpy") as scheme:

@@ -43,28 +43,6 @@ def test_the_same_bits_as_without(comm, transport):
                 assert not different(found(name), expected), (str(parallelism), name)
 
 
-@pytest.mark.ranks(2, slow=(8,))
-def test_the_same_bits_and_words_with_overlap(comm, monkeypatch):
-    """No operand is gathered twice for one product."""
-    monkeypatch.setenv("MM3D_TRANSPORT", "mpi")
-    sizes = dict(layers=3, hidden=32, heads=4, batch=4, seq=8)
-    grid = {2: (2, 1, 1), 8: (2, 2, 2)}[comm.size]
-    for keep in ("none", "weight"):
-        expected = {}
-        for overlap in (False, True):
-            scheme = mm3d.scheme("3d", comm, grid, "numpy", overlap=overlap, keep=keep)
-            for name in ("uniform:2", "uniform:2+selective"):
-                if keep != "none" and parse_policy(name).selective:
-                    continue
-                scheme.grid.reset_traffic()
-                found = passes(mm3d.Transformer(scheme, **sizes, recompute=name),
-                               "Fa Fb Da Db")
-                before, moved = expected.setdefault(name, (found, scheme.grid.traffic()))
-                assert not different(found, before), name
-                assert scheme.grid.traffic() == moved, name
-            scheme.grid.free()
-
-
 @pytest.mark.ranks(1, slow=(8,))
 def test_words_operations_and_what_is_kept_are_the_closed_forms(comm):
     """Summed over the ranks, by direction and kind of collective, forward and backward."""

@@ -6,9 +6,6 @@ import mm3d
 from mm3d import ModelSizes
 from mm3d.grid.split import FaceSplit
 from mm3d.model import cost
-from mm3d.schemes.closed_form import ProductShape
-from mm3d.schemes.cube import Cube
-from mm3d.schemes.faces import Faces
 from mm3d.tracing import dry_run
 from models import SIZES
 from reference import every_grid, grids, integers
@@ -38,16 +35,6 @@ def test_layouts_put_matrices_on_faces(comm):
             assert np.array_equal(found, block * grid[face].size) and found.shape == block.shape
             assert {kind for _, kind in grid.traffic()} == (
                 {"broadcast", "reduce"} if grid[face].size > 1 else set())
-
-
-@pytest.mark.parametrize("way", ["up", "down"])
-def test_the_words_are_those_of_balanced_blocks(way):
-    """All ranks together move as many; broadcasts and reductions move them."""
-    sizes, product = dict(x=2, y=3, z=4), ProductShape(way, 7, 11, 13)
-    kinds = {"all_gather": "broadcast", "reduce_scatter": "reduce"}
-    for found, balanced in zip(Faces.product_moves(sizes, product),
-                               Cube.product_moves(sizes, product)):
-        assert found == [move._replace(collective=kinds[move.collective]) for move in balanced]
 
 
 def memory(scheme: str, grid: tuple[int, ...], field: str) -> list[int]:

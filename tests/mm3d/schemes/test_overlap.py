@@ -12,12 +12,11 @@ from mm3d.arrays.backend import MAX_PANELS
 from mm3d.arrays.numpy_backend import NumpyBackend
 from mm3d.config import Config, Division, Model
 from mm3d.grid.axis import Axis
-from mm3d.grid.grid import Grid
 from mm3d.grid.split import Split
 from mm3d.model.builder import Builder
 from mm3d.model.layers import Linear
 from mm3d.model.joined_vectors import FlatVectors
-from mm3d.schemes.overlap import Overlap, progress_of
+from mm3d.schemes.overlap import Overlap
 from mm3d.schemes.row_panels import RowPanels
 from mm3d.tracing.observe import observed
 from mm3d.transport.communicators import DryCommunicator
@@ -372,24 +371,6 @@ def test_a_linear_layer_alone_overlaps_nothing():
         assert in_flight == [] and (y == 17).all()
         assert (layer.backward(y, saved) == 17 * 16).all() and in_flight == []
         assert (layer.weight.grad == 17 * 8 * 4).all()
-
-
-@pytest.mark.ranks(1, 2, 3)
-def test_a_sum_in_flight_is_the_sum(comm, transport):
-    """In exact integers, of even and of uneven blocks; products meanwhile are right too."""
-    grid = Grid(comm, "numpy", x=comm.size)
-    a, b = np.arange(300.0 * 70).reshape(300, 70) % 7, np.arange(70.0 * 5).reshape(70, 5) % 5
-    for rows in (6 * comm.size, 6 * comm.size + 1):
-        split = Split(grid["x"], 0, rows)
-        every = [np.random.default_rng(rank).integers(-9, 9, (rows, 40)).astype(float)
-                 for rank in range(comm.size)]
-        pending = split.begin_reduce_scatter(every[comm.rank].copy())
-        product = grid.backend.gemm(a, b, np.empty((300, 5)), progress=progress_of(pending))
-        assert np.array_equal(product, a @ b)
-        start = sum(split.counts[:comm.rank])
-        expected = sum(every)[start:start + split.counts[comm.rank]]
-        assert np.array_equal(pending.wait(), expected) and pending.wait() is pending.out
-    grid.free()
 
 
 @pytest.mark.parametrize("rows", [0, 1, 95, 97, 500, 768, 769, 5000])

@@ -20,7 +20,8 @@ every_form = pytest.mark.parametrize("form", FORMS)
 # Other schemes have tests of their own.
 every_name = pytest.mark.parametrize("name", [
     pytest.param(name, marks=[pytest.mark.slow] * (
-        name not in {*PRODUCTS_ALONE, "2.5d", "faces"})) for name in NAMES])
+        name not in {*PRODUCTS_ALONE, "2.5d", "2d-pipelined", "faces"}))
+    for name in NAMES])
 
 
 def usable(name: str, ranks: int) -> list[tuple[int, ...]]:

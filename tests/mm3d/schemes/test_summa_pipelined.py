@@ -1,15 +1,10 @@
 """SUMMA with blocks under way: the bits and words of SUMMA, and what is in flight meanwhile."""
-import numpy as np
 import pytest
 
 import mm3d
 from mirror import InFlight, mirrored
-from mm3d.schemes.matrix_product import FORMS
-from mm3d.schemes.summa import Summa
-from mm3d.schemes.summa_pipelined import PipelinedSumma
 from mm3d.tracing.observe import observed
 from models import SIZES, Parallelism, different, passes
-from reference import integers, on_grid
 
 
 def step(scheme):
@@ -29,19 +24,6 @@ def test_it_gives_the_bits_of_summa_and_moves_its_words(comm, transport):
     (plain, moved), (pipelined, moved_too) = found
     assert moved == moved_too
     assert not different(plain, pipelined)
-
-
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize("form", FORMS)
-def test_products_of_plain_matrices_are_those_of_summa(comm, form):
-    with on_grid(comm, x=2, y=2) as grid:
-        found = []
-        for scheme in (Summa, PipelinedSumma):
-            product = scheme.matrix_product(grid, form, (7, 11, 5))
-            A, B, dC = (product.layouts[name].shard(integers(product.shapes[name], seed), grid)
-                        for seed, name in enumerate("ABC"))
-            found.append((product.forward(A, B), *product.backward(dC, A, B)))
-        assert all(np.array_equal(a, b) for a, b in zip(*found))
 
 
 def during_products(way: str) -> list[list[str]]:

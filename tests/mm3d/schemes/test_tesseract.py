@@ -7,13 +7,10 @@ import pytest
 import mm3d
 from mm3d import ModelSizes
 from mm3d.model import cost
-from mm3d.schemes.closed_form import ProductShape
 from mm3d.schemes.tesseract import Tesseract
 from mm3d.transport.communicators import DryCommunicator
 from models import SIZES, Parallelism, data, train
 from reference import total, words
-
-every_way = pytest.mark.parametrize("way", ["up", "down"])
 
 
 @pytest.mark.parametrize("ranks, grid", [
@@ -34,18 +31,6 @@ def test_ranks_without_a_grid_are_refused_with_those_that_have_one(ranks, near):
 def test_a_layer_that_is_no_square_is_refused():
     with pytest.raises(ValueError, match="^scheme '2.5d' needs a grid of q x q x d, not 1 x"):
         mm3d.scheme("2.5d", DryCommunicator(4), (1, 2, 2), "numpy")
-
-
-@every_way
-@pytest.mark.parametrize("q, d", [(1, 4), (2, 1), (2, 2), (2, 3), (3, 2), (4, 4)])
-def test_words_of_a_rank(way, q, d):
-    """3 (q-1) (MN / (d q^2) + NK / q^2) + 2 (d-1)/d NK / q^2."""
-    M, N, K = 4 * d * q, 3 * q, 5 * q * d
-    sizes, product = dict(x=q, y=q, z=d), ProductShape(way, M, N, K)
-    forward, backward = Tesseract.product_moves(sizes, product)
-    of_all = sum(move.words for move in forward + backward)
-    A, B = M * N // (d * q * q), N * K // (q * q)
-    assert of_all == q * q * (d * 3 * (q - 1) * (A + B) + 2 * (d - 1) * B)
 
 
 def step(scheme, sizes: str):

@@ -114,7 +114,7 @@ def test_shards_divide_what_each_rank_of_a_replica_holds(spec, shape, units):
      "sequences, one for each replica: 4 or 6 would do"),
     (dict(zero=4), "zero=4 is no stage of ZeRO"), (dict(zero=True), "zero=True is no stage"),
     (dict(zero=2.0), "zero=2.0 is no stage"), (dict(synchronous="no"), "synchronous='no': True o"),
-    (dict(in_flight=-1), "in_flight=-1 is no number of sums: 0 or more would do")],
+    (dict(in_flight=-1), "in_flight=-1 should be a whole number of at least 0")],
     ids=str)
 def test_what_replicas_cannot_divide_is_named_on_all_ranks(comm, changed, said):
     mesh = mm3d.Mesh(comm, data=2, scheme="serial")

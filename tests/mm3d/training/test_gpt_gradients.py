@@ -141,26 +141,6 @@ def test_what_is_written_to_gradients_before_a_step_is_counted_once(comm, zero, 
     mesh.free()
 
 
-@pytest.mark.ranks(2, slow=(4,))
-def test_every_element_is_counted_once(comm):
-    """In a norm over all ranks, after the gradients of a table on two stages have been summed:
-    not of one of them alone, and not twice."""
-    mesh = mm3d.Mesh(comm, 2, "3d", (comm.size // 2, 1, 1))
-    for tied in (True, False):
-        model = mm3d.GPT(mesh, **SIZES, dtype="float64", tied=tied)
-        model.step(*tokens_and_targets())
-        squares = comm.allreduce(sum(float(np.vdot(p.grad, p.grad))
-                                     for p in model.trained if p.counted))
-        expected = sum(np.vdot(a, a) for a in model.gradients().values())
-        assert abs(squares - expected) <= 1e-13 * expected
-        if tied:
-            tables = [p.grad for p in model.trained if p.name == "embedding.weight"]
-            first, last = (comm.bcast(tables[0], root) for root in (0, comm.size // 2))
-            assert np.array_equal(first, last) and first.any()
-        model.free()
-    mesh.free()
-
-
 @pytest.mark.ranks(slow=(4,))
 def test_a_tied_table_on_stages_of_different_grids(comm):
     """Each stage receives from the other the parts of its block."""

@@ -1,5 +1,4 @@
 """What goes from stage to stage: each block once, straight to the ranks that need it."""
-import math
 from itertools import product
 
 import numpy as np
@@ -8,7 +7,6 @@ from mpi4py import MPI
 
 import mm3d
 from mm3d.schemes import find_scheme
-from mm3d.schemes.words import Words
 from mm3d.training.hops import Hops, activation_blocks, transfers
 from mm3d.training.schedules import parse_schedule
 from mm3d.training.schedules.schedule import Event
@@ -78,18 +76,6 @@ def test_transfers_of_one_rank_take_a_time_linear_in_the_blocks(rank):
     own = [Counted(((n, n + 1), (0, 5))) for n in range(300)]
     assert len(transfers(own, own, **{rank: 7})) == 1
     assert Counted.comparisons <= 2 * len(own)
-
-
-@pytest.mark.parametrize("scheme, grids", [
-    ("3d", [(2, 2, 1)] * 3), ("3d", [(4, 1, 1), (1, 1, 4), (2, 1, 2)]), ("1d", [(4,)] * 3)])
-def test_transfers_bring_each_holder_of_a_block_its_words(scheme, grids):
-    shape = 2, 3, 8
-    shapes = [find_scheme(scheme).grid_shape(grid) for grid in grids]
-    pairs = [(rank, other) for rank, other in product(range(3), repeat=2) if rank != other]
-    sent = {pair: sum(one.words for one in transfers(*(
-        blocks(grids[rank], shape, scheme) for rank in pair))) for pair in pairs}
-    copies = Words(scheme, shapes[0], 2, 3).outer.copies
-    assert set(sent.values()) == {copies * math.prod(shape)}
 
 
 @pytest.mark.ranks(2)

@@ -162,29 +162,6 @@ def test_with_recomputation(comm, again):
     mesh.free()
 
 
-@pytest.mark.ranks(2)
-def test_gradients_are_those_of_the_whole_batch(comm):
-    """Guards against a missing or a second division by the number of micro-batches, which Adam
-    would hide (huggingface/picotron at 59714b1)."""
-    mesh, tokens = mm3d.Mesh(comm, 2, "serial"), SIZES["batch"] * SIZES["seq"]
-    pipeline = mm3d.Pipeline(mesh, "1f1b", **SIZES, microbatches=M, dtype="float64")
-    whole = mm3d.Transformer(mesh.scheme, **SIZES, dtype="float64")
-    rows = SIZES["batch"] // M
-    x, g = np.array(whole.random("x")), np.array(whole.random("g"))
-    y, saved = whole.forward(x)
-    whole.backward(g / tokens, saved)
-
-    def part(a, micro):
-        return np.array(a[micro * rows:(micro + 1) * rows])
-    pipeline.step(lambda micro: part(x, micro), lambda micro, y: part(g, micro) / tokens)
-    expected = whole.gradients()
-    for p in pipeline.parameters:
-        a, b = p.gather(p.grad), expected[p.name]
-        assert np.linalg.norm(a - b) <= 1e-12 * np.linalg.norm(b), p.name
-    pipeline.free()
-    mesh.free()
-
-
 @pytest.mark.ranks(1, 2)
 def test_state_has_the_names_and_values_of_one_stage(comm):
     """Guards against a wrong stage map of V schedules, which have the first and the last layers
