@@ -10,6 +10,7 @@ from bench.cases.case import make_case
 from bench.cases.selection import equal_token_rows, select_rows
 from bench.errors import UsageError, status_of
 from bench.records import atomic
+from bench.records.notes import counted
 from bench.document import Column, Table
 from bench.reports.formats import format_text
 from bench.command_line import options, row_options
@@ -125,6 +126,10 @@ def table_cases(arguments, site: sites.Site) -> list[Row]:
     chosen = select_rows(arguments.table, arguments.scheme)
     variant = row_options.variant(arguments)
     chosen += equal_token_rows(chosen) if arguments.equal_tokens else []
+    if variant.waits and site.run.backend != "numpy":
+        raise UsageError(f"--preset {arguments.preset}: its ranks wait for their work, with "
+                         f"arrays in host memory, but --site {arguments.site} says run.backend = "
+                         f"{site.run.backend!r}; choose --preset paper, or another site")
     if problem := variants.problem(variant, (row.scheme for row in chosen),
                                    recompute=arguments.recompute):
         raise UsageError(problem)
@@ -179,7 +184,9 @@ def render(work: Work, cases: list[Row], arguments) -> None:
     for one in cases:
         # As a whole: a job may be reading the old script.
         atomic.replace(work.script(one), scripts.row_script(work, one), scripts.MODE)
-    again = [f"--site={site_name(work)}", f"--table={arguments.table}",
+    # The job may run in another folder.
+    site = work.name if work.name in sites.supplied_sites() else Path(work.name).absolute()
+    again = [f"--site={site}", f"--table={arguments.table}",
              f"--scheme={arguments.scheme}", f"--preset={arguments.preset}", f"--out={work.out}",
              *[f"--ranks={texts(arguments.ranks)}"] * bool(arguments.ranks),
              *["--equal-tokens"] * arguments.equal_tokens,
@@ -191,11 +198,6 @@ def render(work: Work, cases: list[Row], arguments) -> None:
 def texts(numbers: list[int] | None) -> str:
     """Format numbers as on the command line."""
     return ",".join(map(str, numbers or ()))
-
-
-def site_name(work: Work) -> str:
-    """Return the name of the site for a job, which may run in another folder."""
-    return work.name if work.name in sites.supplied_sites() else str(Path(work.name).absolute())
 
 
 def overview(work: Work, cases: list[Row]) -> str:
@@ -229,11 +231,14 @@ def submit(work: Work, cases: list[Row], arguments) -> int:
             complain(f"refused: {one.title}: {work.fit(one).refusal(most)}")
         due = [one for one in due if one not in refused]
         under_way = [one.job for one in found if one.state in UNDER_WAY]
-        say(f"{len(cases)} rows: {sum(one.state == DONE for one in found)} done, "
+        say(f"{counted(len(cases), 'row')}: {sum(one.state == DONE for one in found)} done, "
             f"{len(under_way)} under way, {len(due)} to submit", *foretold(work, due))
         new: list[str] = []
+        groups: dict[int | str, list[Row]] = {}
+        for one in due:
+            groups.setdefault(one.ranks if arguments.array else one.name, []).append(one)
         try:
-            for group in grouped(due) if arguments.array else [[one] for one in due]:
+            for group in groups.values():
                 new += submit_group(work, group, arguments.array)
             if new:
                 say(submit_collect(work, under_way + new))
@@ -242,12 +247,6 @@ def submit(work: Work, cases: list[Row], arguments) -> int:
                      "for the others; python -m jobs collect collects")
             return 1
     return int(bool(refused or unclear))
-
-
-def grouped(cases: list[Row]) -> list[list[Row]]:
-    """Group the cases by rank count."""
-    counts = dict.fromkeys(one.ranks for one in cases)
-    return [[one for one in cases if one.ranks == count] for count in counts]
 
 
 def submit_group(work: Work, group: list[Row], array: bool) -> list[str]:

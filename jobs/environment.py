@@ -75,11 +75,6 @@ def _parts(item: str) -> list[Part]:
     return found
 
 
-def required(parts: list[Part]) -> list[str]:
-    """Return the variables that must be set for the value to exist."""
-    return list(dict.fromkeys(part.text for part in parts if part.kind == "value"))
-
-
 def list_problems(environment: dict[str, str]) -> Iterator[str]:
     """List invalid names, names that the script sets itself, and values that cannot be read."""
     for name, value in environment.items():

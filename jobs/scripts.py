@@ -17,7 +17,7 @@ import msgspec
 from bench.cases.case import Case
 from bench.cases.combined import TrainingCase
 from bench.errors import UsageError
-from jobs.environment import Part, required, split_value
+from jobs.environment import Part, split_value
 from jobs.fitting import RowFit, dry_options, fit_row, rank_memory
 from jobs.site_tables import Collect, Site, Slurm
 from mm3d import launcher
@@ -194,9 +194,11 @@ def variables_of(site: Site) -> dict[str, str]:
 
 
 def describe_environment(site: Site) -> list[tuple[str, list[Part], list[str]]]:
-    """List each variable with the parts of its value and the variables that it needs."""
+    """List each variable with the parts of its value and the variables that must be set for it.
+    """
     found = {name: split_value(value) for name, value in variables_of(site).items()}
-    return [(name, parts, required(parts)) for name, parts in found.items()]
+    return [(name, parts, [*dict.fromkeys(part.text for part in parts if part.kind == "value")])
+            for name, parts in found.items()]
 
 
 def launch_command(site: Site, ranks: int) -> list[str]:

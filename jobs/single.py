@@ -96,20 +96,12 @@ def list_standings(work: Work, queue: slurm.Queue) -> list[str]:
                 state, reason = standings.describe_job(work, folder, job, queue)
             if state == standings.FAILED and own.startswith("stopped near"):
                 state = standings.STOPPED
-            parts = [reason, progress(work, name) if kind == "training" else "",
-                     *_last_lines(work, job)]
+            parts = [reason, progress(work, name) if kind == "training" else ""]
+            if state in (standings.DONE, *standings.UNDER_WAY):    # of others the reason has it
+                parts += [": ".join([str(log), *lines[-1:]])
+                          for log, lines in standings.read_logs(work, job)]
             found.append(": ".join([f"{kind} {name}", "; ".join(filter(None, [
                 f"{state}, job {job}", *parts]))]))
-    return found
-
-
-def _last_lines(work: Work, job: str) -> list[str]:
-    """Return the log of a job with its last line; nothing if there is no log."""
-    found = []
-    for log in (work.folder / "logs").glob(f"*-{slurm.number_of(job)}.out"):
-        lines = [" ".join(line.split()) for line in log.read_text("utf-8", "replace").splitlines()]
-        last = [line for line in lines if line][-1:]
-        found.append(": ".join([str(log.relative_to(work.out)), *last]))
     return found
 
 

@@ -182,9 +182,15 @@ def explain_ending(work: Work, folder: Path, job: str, said: str) -> str:
     own = folder / f"ended-{number}"
     if own.exists():
         parts.append(own.read_text("utf-8", "replace").strip())
-    for log in (work.folder / "logs").glob(f"*-{number}.out"):
-        lines = log.read_text("utf-8", "replace").splitlines()
-        telling = [line for line in lines if line.startswith(("failed", "error:", "slurmstepd:"))
-                   and not line.endswith(", see the log")]
-        parts += [" ".join(line.split()) for line in telling[:1]]
+    for log, lines in read_logs(work, job):
+        new = [line for line in lines if line.removeprefix("error: ") not in parts]
+        telling = [line for line in new if line.startswith(("failed", "error:", "slurmstepd:"))]
+        parts += [f"{log}: {line}" for line in telling[:1] or new[-1:]]
     return "; ".join(dict.fromkeys(filter(None, parts))) or "it ended without a word"
+
+
+def read_logs(work: Work, job: str) -> list[tuple[Path, list[str]]]:
+    """List the logs of a job, from the folder of results on, with their lines that say a word."""
+    return [(path.relative_to(work.out), [" ".join(line.split()) for line in path.read_text(
+        "utf-8", "replace").splitlines() if line.strip()])
+        for path in (work.folder / "logs").glob(f"*-{slurm.number_of(job)}.out")]

@@ -26,15 +26,25 @@ NO_CONNECTION = "no connection"
 
 
 def import_mpi() -> None:
-    """Import ``mpi4py.MPI``, which starts MPI unless ``mpi4py.rc`` says otherwise."""
+    """Import ``mpi4py.MPI``, which starts MPI unless ``mpi4py.rc`` says otherwise.
+
+    Raises
+    ------
+    SystemExit
+        With status 2, after the first rank has said that there is no MPI library; see `starting`.
+    """
     import mpi4py
-    if "mpi4py.MPI" not in sys.modules and mpi4py.rc.initialize:
-        with starting():
+    new = "mpi4py.MPI" not in sys.modules and mpi4py.rc.initialize
+    try:
+        with starting() if new else contextlib.nullcontext():
             from mpi4py import MPI
-    else:
-        from mpi4py import MPI
-        if MPI.Is_initialized():
-            hide_launcher()
+    except (ImportError, RuntimeError) as error:
+        if not launcher.launcher_rank():
+            complain(f"error: mpi4py cannot load an MPI library ({' '.join(str(error).split())}): "
+                     "load the module of the MPI that it was built with, or pip install mpich")
+        raise SystemExit(2) from error
+    if not new and MPI.Is_initialized():
+        hide_launcher()
 
 
 @contextlib.contextmanager

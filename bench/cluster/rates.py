@@ -6,15 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from bench.cluster.spec import format_unit, RATES, UNLIMITED
+from bench.cluster.spec import rate_text
 from mm3d.child_process import CHILDREN_PRINT
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def rate_text(link: float | None) -> str:
-    """Format a rate so that `bench.cluster.spec.parse_rate` reads it."""
-    return UNLIMITED if link is None else format_unit(link, RATES)
 
 
 def change_links(link: float | None) -> None:

@@ -109,16 +109,12 @@ class Cluster:
     def __str__(self) -> str:
         """Return the text that `parse` reads."""
         latency = f",{format_unit(self.latency, TIMES)}" if self.latency else ""
-        return f"{self.nodes}x{self.ranks}:{self.link_text('')}{latency}"
-
-    def link_text(self, space: str = " ", per: str = "") -> str:
-        """Return the rate of a link, such as "200 Mbit"."""
-        return UNLIMITED if self.link is None else format_unit(self.link, RATES, space) + per
+        return f"{self.nodes}x{self.ranks}:{rate_text(self.link)}{latency}"
 
     def describe(self) -> str:
         """Return a heading: "emulated cluster, 16 nodes x 4 ranks, 200 Mbit/s"."""
         node, rank = ("s" * (count != 1) for count in (self.nodes, self.ranks))
-        link = f"{UNLIMITED} links" if self.link is None else self.link_text(per="/s")
+        link = f"{UNLIMITED} links" if self.link is None else rate_text(self.link, " ", "/s")
         latency = f", latency {format_unit(self.latency, TIMES, ' ')}" if self.latency else ""
         return (f"emulated cluster, {self.nodes} node{node} x {self.ranks} rank{rank}, "
                 f"{link}{latency}")
@@ -133,6 +129,11 @@ def parse_rate(text: str) -> float | None:
         raise UsageError(f"link {text!r}: a rate in bit, kbit, Mbit or Gbit (per second) would "
                          f"do, such as 200Mbit, or {UNLIMITED}")
     return rate
+
+
+def rate_text(link: float | None, space: str = "", per: str = "") -> str:
+    """Format a rate, by default so that `parse_rate` reads it."""
+    return UNLIMITED if link is None else format_unit(link, RATES, space) + per
 
 
 def parse_latency(text: str) -> float:

@@ -61,14 +61,12 @@ def fraction(text: str) -> Fraction:
     return found
 
 
-def fractions(names: str) -> Callable[[str], tuple[Fraction, ...]]:
-    """Return the type of an option that has a number of at least 0 for each of `names`."""
-    def several(text: str) -> tuple[Fraction, ...]:
-        words = text.split(",")
-        if len(words) != len(names.split(",")):
-            raise refused(text, f"numbers {names}")
-        return tuple(map(fraction, words))
-    return several
+def fractions(text: str) -> tuple[Fraction, ...]:
+    """Read a number of at least 0 for each of F, B and W of a pipeline."""
+    words = text.split(",")
+    if len(words) != 3:
+        raise refused(text, "numbers F,B,W")
+    return tuple(map(fraction, words))
 
 
 def refused(text: str, remedy: str, example: str = "") -> argparse.ArgumentTypeError:

@@ -19,10 +19,13 @@ from bench.errors import StoreError
 from bench.instruments import leftover_memory
 from bench.records import journal, run_file
 from bench.records.measurements import Measurements, Variable
+from bench.records.notes import counted
 from mm3d.arrays.cupy_backend import INSTALL_COMMAND
 
 OK, WARNING, FAILED, SKIPPED = "ok", "warning", "failed", "skipped"
 PACKAGES = ("mm3d", "numpy", "mpi4py", "h5py")
+STRANGERS = ("launcher and mpi4py belong to different MPI libraries; use the mpirun of the MPI "
+             "that this Python's mpi4py loads, or another srun --mpi=")
 
 
 @dataclass(frozen=True)
@@ -73,16 +76,16 @@ def launcher(facts: Facts) -> Finding:
     name = shlex.join(facts.launcher)
     if len(worlds) > 1:
         return Finding("launcher", FAILED, f"{name} started {len(worlds)} worlds of "
-                       f"{len(worlds[0])} rank{'s' * (len(worlds[0]) > 1)} instead of one of "
-                       f"{facts.ranks}: launcher and mpi4py belong to different MPI libraries; "
-                       "use the mpirun of the MPI that this Python's mpi4py loads, or another "
-                       "srun --mpi=")
+                       f"{counted(len(worlds[0]), 'rank')} instead of one of {facts.ranks}: "
+                       f"{STRANGERS}")
     if problem or not worlds:
-        return Finding("launcher", FAILED, f"{name}: {problem or 'no rank said anything'}")
+        return Finding("launcher", FAILED, f"{name}: {problem or 'no rank said anything'}"
+                       + f"; perhaps {STRANGERS}" * ("PMI" in problem))
     if len(worlds[0]) != facts.ranks:
-        return Finding("launcher", FAILED, f"{name} started {len(worlds[0])} ranks instead of "
-                       f"{facts.ranks}")
-    return Finding("launcher", OK, f"one world of {facts.ranks} ranks, {worlds[0][0]['mpi']}")
+        return Finding("launcher", FAILED, f"{name} started {counted(len(worlds[0]), 'rank')} "
+                       f"instead of {facts.ranks}")
+    return Finding("launcher", OK, f"one world of {counted(facts.ranks, 'rank')}, "
+                   f"{worlds[0][0]['mpi']}")
 
 
 def needs_world(check: Callable[[Facts], Finding]) -> Callable[[Facts], Finding]:
@@ -100,7 +103,7 @@ def nodes(facts: Facts) -> Finding:
     """Check the number of ranks on each node."""
     counts = {rank["node"]: rank["ranks_on_node"] for rank in facts.world}
     sizes = sorted(set(counts.values()))
-    text = (f"{len(counts)} node{'s' * (len(counts) > 1)} with {', '.join(map(str, sizes))} rank"
+    text = (f"{counted(len(counts), 'node')} with {', '.join(map(str, sizes))} rank"
             f"{'s' * (sizes != [1])}")
     if facts.ranks_per_node and max(counts.values()) > facts.ranks_per_node:
         return Finding("nodes", FAILED, f"{text}, where at most {facts.ranks_per_node} are wanted")
@@ -113,8 +116,9 @@ def blas(facts: Facts) -> Finding:
     worst = max(facts.world, key=lambda rank: (rank["blas_threads"] * rank["ranks_on_node"]
                                                / rank["cores"]))
     threads, ranks, cores = (worst[key] for key in ("blas_threads", "ranks_on_node", "cores"))
-    text = (f"{worst['blas']}, kernels for {worst['blas_architecture']}, {threads} thread"
-            f"{'s' * (threads != 1)} a rank, {ranks} ranks on {cores} cores")
+    text = (f"{worst['blas']}, kernels for {worst['blas_architecture']}, "
+            f"{counted(threads, 'thread')} a rank, {counted(ranks, 'rank')} on "
+            f"{counted(cores, 'core')}")
     if worst.get("cpu_quota") is not None:
         text += f" by a CPU quota of {worst['cpu_quota']:g}"
     if worst.get("compiler"):
@@ -155,13 +159,13 @@ def gpus(facts: Facts) -> Finding:
                            "and the same GPU: give each its own (gpu_binding of the site file)")
         if seen < min(wanted, len(here)):
             return Finding("gpus", FAILED, f"the {len(here)} ranks on the node of rank {node} see "
-                           f"{seen} GPU{'s' * (seen != 1)}, where {wanted} are wanted")
+                           f"{counted(seen, 'GPU')}, where {wanted} are wanted")
         if shared and wanted:
             return Finding("gpus", FAILED, f"ranks {', '.join(map(str, shared[0]))} share a GPU: "
                            f"start at most {wanted} on a node")
     shared = sum(len(ranks) > 1 for ranks in used.values())
-    return Finding("gpus", WARNING if shared else OK, f"{len(used)} GPUs for {facts.ranks} ranks, "
-                   f"as {facts.world[0]['gpu_source']} says")
+    return Finding("gpus", WARNING if shared else OK, f"{counted(len(used), 'GPU')} for "
+                   f"{counted(facts.ranks, 'rank')}, as {facts.world[0]['gpu_source']} says")
 
 
 @needs_world
@@ -187,7 +191,7 @@ def variables(facts: Facts) -> Finding:
 @needs_world
 def backend(facts: Facts) -> Finding:
     """Check that every rank can use the array library that is wanted."""
-    if not facts.needs_cupy:
+    if facts.backend != "cupy" and not facts.device_buffers:
         return Finding("backend", SKIPPED, "NumPy is all that is wanted")
     problems = [rank["cupy"] for rank in facts.world if rank["cupy"]]
     if problems:

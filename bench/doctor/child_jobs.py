@@ -7,7 +7,6 @@ limit.  It may hang or crash without taking the doctor with it.
 import contextlib
 import json
 import re
-import shlex
 import signal
 import sys
 from dataclasses import dataclass, field
@@ -21,11 +20,15 @@ from mm3d.child_process import CHILDREN_PRINT, run_child
 
 TIMED_OUT = "timeout"    # the status of a child job that a script has ended at its limit
 
-# Python's exceptions, also behind a rank number; what a launcher says of the ranks that it ends
-# after one has failed; and other lines that may name an error.
+# What Open MPI says between two lines of dashes; Python's exceptions, also behind a rank number;
+# the stack of an MPICH, whose last line names the cause; what a launcher says of the ranks that it
+# ends after one has failed, and an MPI of itself; and other lines that may name an error.
+BLOCK = re.compile(r"^-{20,}\n(.*?)^-{20,}$", re.M | re.S)
 EXCEPTION = re.compile(r"(^|[:>\]] ?)[\w.]*(Error|Exception): ")
+STACK = re.compile(r"^\w+\(\d+\)\.*: *\w")
 FOLLOWING = re.compile(r"^\[(proxy|mpiexec)|CANCELLED AT|step aborted|forcing job|got SIGCONT|"
-                       r"Terminat(ing|ed) StepId|Exited with|: (Terminated|Killed)\b")
+                       r"Terminat(ing|ed) StepId|Exited with|: (Terminated|Killed)\b|exited with "
+                       r"non-zero status|Local abort before MPI_INIT|error occurred in MPI_Init")
 TELLING = re.compile("[Ee]rror|[Ss]ignal|[Ss]egmentation")
 
 
@@ -91,11 +94,6 @@ class Facts:
         """True if a rank sees a GPU."""
         return any(rank["gpus"] for rank in self.world)
 
-    @property
-    def needs_cupy(self) -> bool:
-        """True if the ranks must be able to use CuPy."""
-        return self.backend == "cupy" or self.device_buffers
-
     def run_child_job(self, report: str, *words: str) -> tuple[list[Any], str]:
         """Run `bench.doctor.census` under the launcher.
 
@@ -116,7 +114,7 @@ class Facts:
             child = run_child(command, self.limit, env=launcher.environment_to_start(command),
                               with_parent=True)
         except OSError as error:
-            return [], f"{shlex.join(self.launcher)} cannot be started: {error.strerror}"
+            return [], f"cannot be started: {error.strerror}"
         problem = describe_failure(child.status, child.err, self.limit)
         if child.status is None and launcher.in_slurm_step() and "srun" in command[0]:
             problem += (", as srun within a step waits for the step's own cores: run doctor "
@@ -177,8 +175,10 @@ def describe_failure(status: int | None, output: str, limit: float) -> str:
 
 def last_error(output: str) -> str:
     """Return the line of a child job's output that explains its failure best; "" for none."""
+    output = BLOCK.sub(lambda block: " ".join(block[1].split()), output)
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     lines = [line for line in lines if not FOLLOWING.search(line)] or lines
     found = ([line for line in lines if EXCEPTION.search(line)]
+             or [line for line in lines if STACK.search(line)]
              or [line for line in lines if TELLING.search(line)] or lines or [""])
     return found[-1][:200]

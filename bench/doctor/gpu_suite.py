@@ -60,16 +60,14 @@ def list_steps(out: Path, ranks: int, limit: float, rehearse: bool) -> list[Step
         Whether to run on NumPy, without a GPU.
     """
     python, library = [sys.executable, "-m"], "numpy" if rehearse else "cupy"
-
-    def job(count: int, *words: str) -> list[str]:
-        return launcher.mpirun_command(count, *python, *words)
+    job = launcher.mpirun_command(ranks, *python)
     found = [Step("doctor", [*python, "bench", "doctor", *["--gpu"] * (not rehearse), "--ranks",
                              str(ranks), "--limit", str(limit / 4)], limit)]
     for kind in ("mpi", "shared") if rehearse else ("staged", "device", "nccl"):
-        found.append(Step(f"selftest-{kind}", job(ranks, "mm3d.selftest"), limit / 2,
+        found.append(Step(f"selftest-{kind}", [*job, "mm3d.selftest"], limit / 2,
                           {"MM3D_BACKEND": library, "MM3D_TRANSPORT": kind}))
     found += [Step("tests-1", [*python, "pytest", "-q", "-m", "gpu"], limit),
-              Step(f"tests-{ranks}", job(ranks, "pytest", "-q", "-m", "gpu"), limit)]
+              Step(f"tests-{ranks}", [*job, "pytest", "-q", "-m", "gpu"], limit)]
     measured = {f"gpu-{part}": ["--part", part] for part in PARTS}
     if not rehearse:
         measured["gpu-layer-graph"] = ["--part", "layer", "--graph"]

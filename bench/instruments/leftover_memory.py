@@ -9,7 +9,6 @@ import re
 import stat
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable
 
 FOLDER = Path("/dev/shm")
 NAME = re.compile(r"mpich_shm_[0-9a-f]+_[0-9]+|mpich_shar_tmp[A-Za-z0-9]{6}")
@@ -40,9 +39,7 @@ def open_files(process: Path) -> set[tuple[int, int]]:
     return found
 
 
-def abandoned_segments(folder: Path = FOLDER,
-                       opened: Callable[[Path], set[tuple[int, int]]] = open_files
-                       ) -> list[Segment]:
+def abandoned_segments(folder: Path = FOLDER) -> list[Segment]:
     """List this user's segments that MPICH has named and no living process has open.
 
     The list is empty where the system is not Linux, or where a process of this user is listed in
@@ -55,7 +52,7 @@ def abandoned_segments(folder: Path = FOLDER,
     in_use: set[tuple[int, int]] = set()
     for process in Path("/proc").glob("[0-9]*") if found else ():
         try:
-            in_use |= opened(process) | _mapped_files(process)
+            in_use |= open_files(process) | _mapped_files(process)
         except PermissionError:
             # The first process of a system, which may be hidden, was not started by a launcher.
             if process.name != "1" and _is_own(process):

@@ -91,23 +91,25 @@ def run(arguments: argparse.Namespace) -> int:
         from bench.doctor.gpu_checks import CHECKS as MORE
         checks += MORE
     findings = [check(facts) for check in checks]
-    arguments.show(list_findings(findings))
+    arguments.show(list_findings(findings, facts.seen is None))
     return int(any(one.state == FAILED for one in findings))
 
 
-def list_findings(findings: list[Finding]) -> list[Part]:
-    """Make the table of all checks, and say which of them matter."""
+def list_findings(findings: list[Finding], explained: bool) -> list[Part]:
+    """Make the table of all checks, and say which of them matter; `explained` in general too."""
     failed = [one.check for one in findings if one.state == FAILED]
     columns = [Column("state"), Column("check", align="<"), Column("finding", align="<")]
-    return [
-        Table("This environment", columns, [[one.state, one.check, one.text] for one in findings]),
-        Notes("What it means:", [
-            f"NOT USABLE: mend {' and '.join(failed)}, and ask again." if failed else
-            "Usable: no check failed.",
+    means = [f"NOT USABLE: mend {' and '.join(failed)}, and ask again." if failed else
+             "Usable: no check failed."]
+    if explained:
+        means.append(
             "launcher and hdf5 must be ok: ranks start, and results are kept. cluster decides "
             "what reproduce does: if it is ok, and MPI works there, rows run on an emulated "
             "cluster, else on the cores at hand. A warning says what is slower or left out; what "
-            "is skipped is not here, or nobody asked for it."])]
+            "is skipped is not here, or nobody asked for it.")
+    return [Table("This environment", columns,
+                  [[one.state, one.check, one.text] for one in findings]),
+            Notes("What it means:", means)]
 
 
 def test_gpu(arguments: argparse.Namespace) -> int:

@@ -12,7 +12,7 @@ from bench.cases.paper import Row
 from bench.cases.row_stack import row_stack
 from bench.cases.selection import equal_token_rows, rows_by_name, select_rows, shuffle_cases
 from bench.cases.variants import Variant
-from bench.cluster.rates import rate_text
+from bench.cluster.spec import rate_text
 from bench.document import Part
 from bench.errors import UsageError
 from bench.experiments.rows.dilation import set_links

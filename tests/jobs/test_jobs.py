@@ -531,9 +531,12 @@ def test_how_a_row_stands(tmp_path, commands):
     assert standing() == ("failed", "TIMEOUT")
     (mine.runs(ROW) / "ended-7").write_text("the pre-flight checks failed, see the log\n")
     (mine.folder / "logs" / "mm3d-x-7.out").write_text(
-        "ok      nodes  2\nfailed  gpus        rank 0 sees no GPU\nerror: failed, see the log\n")
-    assert standing() == ("failed", "TIMEOUT; the pre-flight checks failed, see the log; failed "
-                                    "gpus rank 0 sees no GPU")
+        "ok      nodes  2\nfailed  gpus        rank 0 sees no GPU\nbye\n")
+    why = "TIMEOUT; the pre-flight checks failed, see the log; jobs/logs/mm3d-x-7.out: "
+    assert standing() == ("failed", f"{why}failed gpus rank 0 sees no GPU")
+    (mine.folder / "logs" / "mm3d-x-7.out").write_text(    # where Python did not start
+        "row.sh: no  python\n\nerror: the pre-flight checks failed, see the log\n")
+    assert standing() == ("failed", f"{why}row.sh: no python")
     short = made_up(row, preset="tiny")
     short.configuration["ended_by"] = "stopped"
     run_file.write_run(short, mine.runs(ROW), ROW.name)
@@ -650,6 +653,8 @@ def test_collect_merges_and_names_what_is_missing(tmp_path, capsys, monkeypatch)
     (["--site", "cpu", "--inside", "z", "--scheme", "2d"],
      "--inside z: the grid of scheme '2d' has the directions x, y; choose one of them, or auto"),
     (["--site", "cpu", "--scheme", "4d"], "4d"),
+    (["--site", "gpu4", "--preset", "emulated"], "--preset emulated: its ranks wait for their "
+     "work, with arrays in host memory, but --site gpu4 says run.backend = 'cupy'; choose"),
     (["--site", "cpu", "--ranks", "8,9"], "--ranks 8,9: these rows are for 8, 16, 36, 64 ranks")])
 def test_wrong_arguments(options, message, capsys):
     assert main(["render", *options]) == 2

@@ -106,12 +106,3 @@ def test_limits_of_time_are_what_slurm_takes_them_for(typed, text):
         assert expected == math.inf
     else:
         assert site.time_limit(limit) == math.ceil(expected / 60) * 60
-
-
-@pytest.mark.parametrize("short, job", [("--job=abc", "abc"), ("--job-n=abc", "abc")])
-def test_slurm_takes_abbreviations(typed, short, job):
-    """That is why a site's options are refused by their beginnings."""
-    number = typed.command("sbatch", "--parsable", "--hold", short, "--wrap=true").stdout.strip()
-    shown = typed.command("scontrol", "show", "job", number).stdout
-    typed.command("scancel", number)
-    assert f"JobName={job}\n" in shown

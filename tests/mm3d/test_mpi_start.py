@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from mm3d import launcher, mpi_start
-from support import run_command, run_ranks
+from support import run_command, run_python, run_ranks
 
 # Started on each rank; its workers import it, too, and with it mm3d and MPI in some order.
 WORKERS = """
@@ -38,6 +38,17 @@ os.write(1, said.encode())    # at once, so that no other rank's words come betw
 MPI.COMM_WORLD.Barrier()
 assert "PMI_RANK" in os.environ or "OMPI_COMM_WORLD_RANK" in os.environ
 """
+
+
+def test_an_mpi_that_is_not_there_is_said_in_one_line(tmp_path):
+    """As where the module of the MPI with which mpi4py was built is not loaded."""
+    (tmp_path / "mpi4py").mkdir()
+    (tmp_path / "mpi4py" / "__init__.py").write_text("class rc:\n    initialize = True\n")
+    (tmp_path / "mpi4py" / "MPI.py").write_text("raise ImportError('libmpi.so.40: no such file')")
+    done = run_python("-m", "bench", "doctor", PYTHONPATH=str(tmp_path))
+    assert done.returncode == 2 and not done.stdout and done.stderr == (
+        "error: mpi4py cannot load an MPI library (libmpi.so.40: no such file): load the module "
+        "of the MPI that it was built with, or pip install mpich\n")
 
 
 @pytest.mark.slow_but_first

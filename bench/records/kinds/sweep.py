@@ -13,7 +13,7 @@ from typing import Iterator, Sequence
 import numpy as np
 
 from bench.cases.paper import HEADINGS, title
-from bench.cluster.spec import Cluster, RATES, format_unit
+from bench.cluster.spec import Cluster, rate_text
 from bench.document import Column, Notes, Part, make_table, spread
 from bench.records.kinds import named
 from bench.records.measurements import Measurements
@@ -169,7 +169,7 @@ def list_crossovers(record: Measurements, curves: Sequence[SweptCurve]) -> Itera
 
 def rate_name(link: float) -> str:
     """Return a rate for a reader, such as "200 Mbit/s"."""
-    return "unlimited" if math.isinf(link) else f"{format_unit(link, RATES, ' ')}/s"
+    return rate_text(None if math.isinf(link) else link, " ", "/s")
 
 
 def describe_crossovers(record: Measurements, curves: Sequence[SweptCurve]) -> list[str]:
@@ -281,9 +281,9 @@ PREDICTIONS = [
 def _waits(record: Measurements) -> str:
     """Say which seconds the ranks of a sweep waited for."""
     chosen = record.configuration
-    cluster = Cluster.parse(str(record.environment["emulated_cluster"]))
+    link = Cluster.parse(str(record.environment["emulated_cluster"])).link
     ratio = "" if "rows" in chosen else (
-        f": at {cluster.link_text(per='/s')} computing has that machine's ratio to communicating")
+        f": at {rate_text(link, ' ', '/s')} computing has that machine's ratio to communicating")
     return (f"{HEADINGS[str(chosen['table'])]}: ranks wait for the seconds of machine "
             f"{chosen['waited_machine']}, whose lengths are divided by "
             f"{chosen['waited_shrink']:g}, times {chosen['waited_scale']:g}{ratio}. "

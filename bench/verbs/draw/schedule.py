@@ -32,7 +32,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "ranks of the pipeline, each with one or more chunks of layers (needed with --schedule)"))
     parser.add_argument("--microbatches", type=options.whole(1), metavar="M",
                         help="micro-batches of a step (needed with --schedule)")
-    parser.add_argument("--times", type=fractions("F,B,W"), default=(Fraction(1),) * 3,
+    parser.add_argument("--times", type=fractions, default=(Fraction(1),) * 3,
                         metavar="F,B,W", help=(
         "times of all layers of a rank for one micro-batch, in any unit: forward, gradient of the "
         "input, gradient of the weights (default 1,1,1)"))

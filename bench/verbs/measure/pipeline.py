@@ -59,7 +59,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "what actions do: compute layers, or wait for --times with the core given away, so that "
         "ranks may outnumber cores; messages and dependencies are real either way (default "
         "compute)"))
-    parser.add_argument("--times", type=fractions("F,B,W"), metavar="F,B,W", help=(
+    parser.add_argument("--times", type=fractions, metavar="F,B,W", help=(
         "with --work wait: times of all layers of a rank for one micro-batch, in units of "
         "--unit: forward, gradient of the input, gradient of the weights (default 1,1,1)"))
     parser.add_argument("--unit", type=duration, metavar="TIME",

@@ -12,7 +12,6 @@ import pytest
 from pyroute2.netlink.exceptions import NetlinkError
 
 from bench.cluster import links
-from bench.cluster.run import find_mpirun
 from bench.cluster.spec import parse_rate
 from support import ROOT, clean_environment, run_in_cluster, run_python, unless_refused
 
@@ -73,18 +72,6 @@ def test_failures_inside(words, status, message):
     done = cluster(*words)
     assert done.returncode == status, done.stderr
     assert message in done.stderr and done.stderr.count("\n") == bool(message)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("words, message", [
-    (["mpirun", "-hosts", "a", "true"], "error: -hosts: the emulated cluster itself says"),
-    (["env", "FI_PROVIDER=shm", "mpirun", "true"], "error: FI_PROVIDER=shm: an emulated")])
-def test_nodes_and_networks_of_the_users_own_are_refused(words, message):
-    if find_mpirun()[1] != "MPICH":
-        pytest.skip("the options and variables are MPICH's")
-    done = cluster(*words)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert message in done.stderr
 
 
 @pytest.mark.slow

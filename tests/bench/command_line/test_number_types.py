@@ -54,7 +54,7 @@ def test_none_takes_what_is_no_number_or_too_large(text):
     (whole(0, 5), "5", 5), (number(), "0", 0), (number(above=True), "1e-9", 1e-9),
     (fraction, "0", 0), (fraction, ".5", Fraction(1, 2)), (fraction, "4/3", Fraction(4, 3)),
     (fraction, "1e3", 1000), (fraction, "1.3", Fraction(13, 10)),
-    (fractions("F,B"), "1,0.5", (1, Fraction(1, 2)))])
+    (fractions, "1,0.5,4/3", (1, Fraction(1, 2), Fraction(4, 3)))])
 def test_what_is_taken(kind, text, found):
     assert kind(text) == found
 
@@ -68,7 +68,7 @@ def test_what_is_taken(kind, text, found):
     (fraction, "1/0", "'1/0': a number of at least 0 would do, such as 1.3"),
     (fraction, "1e-12", "'1e-12': 0, or a number from 1e-09 to 1e+09 would do"),
     (fraction, "1e99", "0, or a number from"), (fraction, "1e9999999999", "at least 0"),
-    (fractions("F,B,W"), "1,1", "'1,1': numbers F,B,W would do")])
+    (fractions, "1,1", "'1,1': numbers F,B,W would do")])
 def test_what_is_refused(kind, text, said):
     with pytest.raises(argparse.ArgumentTypeError) as caught:
         kind(text)

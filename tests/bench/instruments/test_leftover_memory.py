@@ -59,7 +59,7 @@ def test_only_those_of_this_user(tmp_path):
     assert leftover_memory.abandoned_segments(tmp_path) == []
 
 
-def test_nothing_is_known_where_a_process_of_this_user_is_hidden(tmp_path):
+def test_nothing_is_known_where_a_process_of_this_user_is_hidden(tmp_path, monkeypatch):
     def hidden(process):
         if process.name == str(os.getpid()):
             raise PermissionError
@@ -67,7 +67,8 @@ def test_nothing_is_known_where_a_process_of_this_user_is_hidden(tmp_path):
 
     segment(tmp_path, "mpich_shm_1_0")
     assert len(leftover_memory.abandoned_segments(tmp_path)) == 1
-    assert leftover_memory.abandoned_segments(tmp_path, hidden) == []
+    monkeypatch.setattr(leftover_memory, "open_files", hidden)
+    assert leftover_memory.abandoned_segments(tmp_path) == []
 
 
 def test_what_is_taken_into_use_meanwhile_stays(tmp_path):
