@@ -50,12 +50,13 @@ def unknown_name(said: str, name: Any, known: Iterable, also: Iterable[str] = ()
 def suggestion(name: str, known: Iterable[str]) -> str:
     """Return ``; did you mean NAME?`` for the known name most similar to `name`; "" for none.
 
-    Where none is similar, a known name that contains `name` is suggested.  In few letters two
-    wrong ones are another word.
+    Where none is similar, a known name that contains `name` is suggested.
     """
     ordered, given = {plain(one): one for one in known}, plain(name[:100])
-    similar, alike = (0.75, 0.6) if len(given) > 4 else (0.8, 0.8)
-    found = (difflib.get_close_matches(given, ordered, 1, similar)
-             or [one for one in ordered if len(given) > 2 and given in one]
-             or difflib.get_close_matches(given, ordered, 1, alike))
-    return f"; did you mean {ordered[found[0]]}?" if found else ""
+    if len(given) < 5:    # with two of few letters wrong, and not exchanged, it is another word
+        ordered = {one: ordered[one] for one in ordered if len(one) != len(given) or sum(
+            map(str.__ne__, one, given)) < 2 or sorted(one) == sorted(given)}
+    similar = (difflib.get_close_matches(given, ordered, 1, 0.75)
+               or [one for one in ordered if len(given) > 2 and given in one]
+               or difflib.get_close_matches(given, ordered, 1, 0.6))
+    return f"; did you mean {ordered[similar[0]]}?" if similar else ""

@@ -100,6 +100,7 @@ def test_mpi_starts_only_for_verbs_of_ranks(words, started):
 
 
 WRONG = [("mesure", "did you mean measure?"), ("measure gem", "did you mean gemm?"),
+         ("paln", "mean plan?"), ("rum", "mean run?"),
          ("cub", "mean cube?"), ("measure dump", "dump is called judge now"),
          ("measure layer --schem 3d", "--schem is no option of"),
          ("measure layer --schem 3d", "did you mean --scheme?"),
