@@ -158,7 +158,7 @@ class Pipeline(Staged):
                 if microbatches is None:
                     raise ValueError(f"schedule {schedule!r}: a name needs microbatches too, "
                                      f"their number")
-                check_whole("microbatches", microbatches)
+                microbatches = check_whole("microbatches", microbatches)
                 schedule = build(schedule, mesh.shape["s"], microbatches)
             elif not isinstance(schedule, Schedule):
                 raise TypeError(f"schedule={schedule!r}: a name or a Schedule would do")

@@ -186,7 +186,7 @@ def test_state_has_the_names_and_values_of_one_stage(comm):
 def test_states_that_do_not_fit_are_refused_on_all_ranks(comm):
     """Also by the stage that does not have the parameter; nothing has been loaded."""
     mesh = mm3d.Mesh(comm, 2, "serial")
-    pipeline = mm3d.Pipeline(mesh, "1f1b", **SIZES, microbatches=M)
+    pipeline = mm3d.Pipeline(mesh, "1f1b", **SIZES, microbatches=np.array(M))    # a number
     state = pipeline.state()
     other = {name: a + 1 for name, a in state.items()}
     name = "layers.0.mlp.down.weight"
