@@ -18,7 +18,6 @@ from mm3d.schemes import find_scheme
 from mm3d.schemes.closed_form import largest_block
 from mm3d.tracing import dry_run
 from mm3d.tracing.events import Boundary, Call, Collective, Gemm, Overlapped, PHASES, Pass
-from mm3d.tracing.trace import Trace
 
 ADDED = 3    # numbers that are moved to add one to a gradient
 # Arrays of keys or values that backward holds of a whole context, or of a block that goes round.
@@ -97,13 +96,9 @@ def launches(kernels: str, attention: str, recompute: str, kind: LayerKind,
              dtype: str) -> tuple[int, int]:
     """Count the operations that a rank starts in a period of layers, forward and backward."""
     sizes = kind.small(64, 2, 8)
-    trace = dry_run.trace_step("1d", 2, **sizes, recompute=recompute, dtype=dtype,
-                               experts=kind.experts)
-    return started(with_kernels(trace, kernels, attention, dtype, sizes.head))
-
-
-def started(trace: Trace) -> tuple[int, int]:
-    """Count the operations that a rank starts, forward and backward."""
+    trace = with_kernels(dry_run.trace_step("1d", 2, **sizes, recompute=recompute, dtype=dtype,
+                                            experts=kind.experts), kernels, attention, dtype,
+                         sizes.head)
     return tuple(sum(times for (when, _, event), times in trace.events.items() if when == phase
                      and not isinstance(event, (Boundary, Call, Collective, Overlapped)))
                  for phase in PHASES)
