@@ -231,6 +231,7 @@ class Graph:
     """Kernels in order.  Nothing is computed while they are captured, and nobody may wait."""
 
     captured: "list | None" = None
+    streams: "set[Stream]" = set()    # that are captured: those that wait for one are, too
 
     @classmethod
     def begin(cls) -> None:
@@ -241,6 +242,7 @@ class Graph:
 
     def __init__(self) -> None:
         self.kernels, Graph.captured = self.captured, None
+        Graph.streams.clear()
         for memory in Memory.alive.values():
             memory.computing[...] = 0xA5
         for memory, contents in self.before:
@@ -302,16 +304,19 @@ class Stream:
             event.synchronize()
         elif event.stream is Stream.computing:
             flush()
+        if event.stream in Graph.streams:
+            Graph.streams.add(self)
 
     def begin_capture(self) -> None:
         assert self is Stream.computing
         Graph.begin()
+        Graph.streams.add(self)
 
     def end_capture(self) -> Graph:
         return Graph()
 
     def is_capturing(self) -> bool:
-        return Graph.captured is not None
+        return self in Graph.streams
 
     def synchronize(self) -> None:
         Graph.refuse()
