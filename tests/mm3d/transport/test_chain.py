@@ -27,6 +27,12 @@ def test_every_collective_is_right(comm):
 
 
 @pytest.mark.ranks(4)
+def test_two_nodes_need_no_chain(comm):
+    with on_grid(comm, x=2, y=2) as grid:
+        assert grid.x.transport.name == "mpi"
+
+
+@pytest.mark.ranks(4)
 def test_a_sum_is_rounded_once_in_cyclic_order(comm):
     """Terms stay as they were, and float16 is added in float32."""
     with on_grid(comm, x=comm.size) as grid:
