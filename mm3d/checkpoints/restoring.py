@@ -59,7 +59,7 @@ def restore(folder: str | Path, model: Any, optimizer: Any = None,
         On every rank alike, when there is no such checkpoint.
     ValueError
         On every rank alike, when it is of another model, also of one with equal shapes, or of
-        another kind of optimizer.
+        another kind of optimizer, and where ranks have different optimizers or options of them.
     OSError
         On every rank alike, when a part is missing or damaged anywhere.  Nothing has changed in
         any of these cases.
