@@ -185,7 +185,7 @@ def explain_ending(work: Work, folder: Path, job: str, said: str) -> str:
     for log, lines in read_logs(work, job):
         new = [line for line in lines if line.removeprefix("error: ") not in parts]
         telling = [line for line in new if line.startswith(("failed", "error:", "slurmstepd:"))]
-        parts += [f"{log}: {line}" for line in telling[:1] or new[-1:]]
+        parts.append(": ".join([str(log), *(telling[:1] or new[-1:])]))
     return "; ".join(dict.fromkeys(filter(None, parts))) or "it ended without a word"
 
 

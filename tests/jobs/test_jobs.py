@@ -537,6 +537,9 @@ def test_how_a_row_stands(tmp_path, commands):
     (mine.folder / "logs" / "mm3d-x-7.out").write_text(    # where Python did not start
         "row.sh: no  python\n\nerror: the pre-flight checks failed, see the log\n")
     assert standing() == ("failed", f"{why}row.sh: no python")
+    (mine.folder / "logs" / "mm3d-x-7.out").write_text("error: the pre-flight checks failed, see "
+                                                       "the log\n")
+    assert standing() == ("failed", why.removesuffix(": "))    # which log, at least
     short = made_up(row, preset="tiny")
     short.configuration["ended_by"] = "stopped"
     run_file.write_run(short, mine.runs(ROW), ROW.name)
