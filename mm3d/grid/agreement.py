@@ -100,7 +100,7 @@ def variables() -> dict[str, str]:
     """Return what the variables of the environment mean, for all ranks alike, if not as unset."""
     unset = {"MM3D_TRANSPORT": "", "MM3D_NODE_SIZE": "", "MM3D_KERNELS": "", "MM3D_TF32": "0",
              "MM3D_CUDNN": "1"}
-    return {name: text.lstrip("0") or "0" for name, same in unset.items()
+    return {name: str(int(text)) if text.isdecimal() else text for name, same in unset.items()
             if (text := os.environ.get(name, "")) not in ("", same)}
 
 

@@ -145,7 +145,7 @@ def test_a_grid_that_cannot_be_is_refused_alike_on_all_ranks(comm):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("name, values", [
-    ("MM3D_TRANSPORT", ("mpi", "shared")), ("MM3D_KERNELS", ("numpy", "")),
+    ("MM3D_TRANSPORT", ("mpi", "0mpi")), ("MM3D_KERNELS", ("numpy", "")),
     ("MM3D_TF32", ("", "1"))])
 def test_ranks_that_would_travel_or_compute_in_different_ways_are_refused(comm, monkeypatch, name,
                                                                           values):
