@@ -175,7 +175,9 @@ def describe_failure(status: int | None, output: str, limit: float) -> str:
 
 def last_error(output: str) -> str:
     """Return the line of a child job's output that explains its failure best; "" for none."""
-    output = BLOCK.sub(lambda block: " ".join(block[1].split()), output)
+    # A traceback stands between dashes that are no pair, as of several ranks.
+    output = BLOCK.sub(lambda block: block[0] if "Traceback" in block[1] else " ".join(
+        block[1].split()), output)
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     lines = [line for line in lines if not FOLLOWING.search(line)] or lines
     found = ([line for line in lines if EXCEPTION.search(line)]

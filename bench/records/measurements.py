@@ -118,10 +118,10 @@ class Measurements:
 
     @functools.cached_property
     def derived(self) -> dict[str, Variable]:
-        """What follows from the raw variables; see `bench.records.kinds`."""
+        """What follows from the raw variables, if the schema has it; see `bench.records.kinds`."""
         dims = schema.derived(self.kind)
         return {name: Variable(np.asarray(values), units, tuple(dims[name].split()))
-                for name, (values, units) in kinds.derive(self).items()}
+                for name, (values, units) in kinds.derive(self).items() if name in dims}
 
     @property
     def variables(self) -> dict[str, Variable]:

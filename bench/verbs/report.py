@@ -49,18 +49,18 @@ def run(arguments: argparse.Namespace) -> int:
         path = Path(arguments.out)
         if path.is_dir() or not path.parent.is_dir():
             raise UsageError(f"--out {path}: a file in a folder that is there would do")
-    drawn: list[Path] = []
     left_out: list[Exception] = []
     if draws:
         drawn, left_out = every_figure.draw_figures(
             folder, tuple(arguments.figure_format or ["png"]), arguments.figures,
             bool(arguments.talk))
+        say(*drawn, *[f"not drawn: {why}" for why in left_out])
     if arguments.page:
         path, more = page.write_page(folder, arguments.out)
-        drawn, left_out = [*drawn, path], [*left_out, *more]
-    if draws or arguments.page:
-        say(*drawn, *dict.fromkeys(f"not drawn: {why}" for why in left_out))
-    else:
+        more = [why for why in more if str(why) not in map(str, left_out)]    # each is said once
+        say(path, *[f"not drawn: {why}" for why in more])
+        left_out += more
+    if not draws and not arguments.page:
         arguments.show(merit.merit_document(folder) if arguments.parts else
                        paper_tables.make_document(read_folder(folder)))
     return int(any(isinstance(why, NotDrawn) for why in left_out))

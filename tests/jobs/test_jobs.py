@@ -17,6 +17,7 @@ from bench.cases.selection import select_rows
 from bench.errors import StoreError, UsageError
 from bench.records import journal, merged, run_file
 from bench.reports import finish
+from bench.verbs import load
 from jobs import scripts, single, site, slurm, standings
 from jobs.__main__ import main
 from jobs.scripts import Work
@@ -507,6 +508,8 @@ def test_what_was_seen_by_somebody_else(tmp_path, monkeypatch, capsys):
 
     status, out = doctor()
     assert status == 1 and "launcher    launcher: was not started: " in out
+    assert "NOT USABLE: mend " in out and "reproduce" not in out    # which is for other places
+    assert "what reproduce does" in load("doctor").list_findings([], True)[1].items[1]
     status, out = doctor(out="", err="srun: error: no such plugin", status="1")
     assert status == 1 and "ended with status 1: srun: error: no such plugin" in out
     assert "did not end within 60 seconds: srun: error: no such" in doctor(status="timeout")[1]

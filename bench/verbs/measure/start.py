@@ -21,7 +21,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Start a job of each number of ranks and print the table; return the exit status."""
     check_cubes(arguments.ranks)
     try:
-        found = {ranks: measure_start(ranks) for ranks in arguments.ranks}
+        found = [(ranks, measure_start(ranks)) for ranks in arguments.ranks]
     except FailedJob as error:
         complain(f"failed: {error}")
         return 1
@@ -29,10 +29,10 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def table(found: dict[int, dict]) -> list[Part]:
-    """Make the table of all jobs, by ranks."""
+def table(found: list[tuple[int, dict]]) -> list[Part]:
+    """Make the table of all jobs, each with its ranks."""
     rows: Rows = [[ranks, one["transport"], *(f"{one[name]:#.3g}" for name in PHASES),
-                   f"{1e6 * one['call']:.0f}"] for ranks, one in found.items()]
+                   f"{1e6 * one['call']:.0f}"] for ranks, one in found]
     columns = [Column("ranks"), Column("transport"), *(Column(name, "(s)") for name in PHASES),
                Column("a small gather", "(us of CPU)")]
     return [Table(f"Many ranks on {launcher.cores()} cores", columns, rows),

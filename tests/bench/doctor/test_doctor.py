@@ -229,6 +229,8 @@ MISSING = "Traceback (most recent call last):\nModuleNotFoundError: No module na
      "built with SLURM's PMI support."),
     (16, MPICH + PRTERUN, "ended with status 16: check_VERSION(167):  Runtime environment "
      "uses unsupported PMI version PMIx. Aborting."),
+    (1, BARS + MISSING + PRTERUN, "ended with status 1: ModuleNotFoundError: No module named "
+     "'cupy'"),
     (255, "", "ended with status 255: it said nothing"), (-9, "a\nb\n", "ended with signal 9: b"),
     (1, SRUN, "ended with status 1: srun: error: n1: tasks 0-6: Terminated"),
     (None, "", "did not end within 5 seconds"),

@@ -1,10 +1,15 @@
 """ScaLAPACK's product beside ours."""
+from contextlib import nullcontext
+
+import numpy as np
 import pytest
 from mpi4py import MPI
 
-from bench.errors import UsageError
+from bench.errors import UsageError, WrongResult
 from bench.experiments.products import pgemm, scalapack
+from bench.experiments.products.problem import Problem, product_grid
 from bench.experiments.rows import settings
+from bench.instruments.timing import Limits
 from support import run_python, run_ranks
 
 SMALL = ("-m", "bench", "measure", "matmul", "--beside", "scalapack", "--shape", "48,40,56",
@@ -150,3 +155,29 @@ def test_what_one_rank_lacks_all_learn(comm, monkeypatch):
     error = ValueError
     with pytest.raises(UsageError, match=r"^not here \(1 of 4 ranks\)$"):
         settings.check_backend(None, comm)
+
+
+class Gemm:
+    """Stands for ScaLAPACK's function: multiplies, and adds an error."""
+
+    file = "a.so"
+
+    def __init__(self, error):
+        self.error, self.calls = error, 0
+
+    def __call__(self, a, b, out):
+        self.calls += 1
+        return np.add(a @ b, self.error, out=out)
+
+
+@pytest.mark.parametrize("error", [0, 1])
+def test_the_other_function_makes_our_products_while_they_are_compared(error):
+    grid, gemm = product_grid("3d", MPI.COMM_SELF, (1, 1, 1), "numpy"), Gemm(error)
+    products = object.__new__(scalapack.ScalapackProducts)
+    vars(products).update(gemm=gemm, comm=MPI.COMM_SELF, seed=0, theirs=[], ours={
+        "none": Problem("3d", "ab", grid, (4, 4, 4), "float64", 0)})
+    with pytest.raises(WrongResult, match="off by") if error else nullcontext():
+        found = scalapack.compare_products(products, 1, Limits(2, 2, 60))
+        assert len(found) == 3 and {len(each) for each in found.values()} == {2}
+    assert gemm.calls > 4 * (not error) and "gemm" not in vars(grid.backend)
+    grid.free()

@@ -40,6 +40,15 @@ def test_ranks_are_started_as_root_and_beyond_the_cores_too(monkeypatch, capsys)
     assert given == os.environ | launcher.PERMISSIONS | {"OMPI_ALLOW_RUN_AS_ROOT": "0"}
 
 
+def test_each_job_has_a_row(monkeypatch):
+    """Also of two with the same number of ranks."""
+    shown, told = [], dict.fromkeys((*startup.PHASES, "call"), 0.0) | {"transport": "mpi"}
+    monkeypatch.setattr(verb, "measure_start", lambda ranks: told)
+    monkeypatch.setenv(*ALONE)
+    assert verb.run(Namespace(ranks=[8, 1, 8], show=shown.extend)) == 0
+    assert [row[0] for row in shown[0].rows] == [8, 1, 8]
+
+
 def test_a_number_of_ranks_that_is_no_cube_is_refused(monkeypatch):
     monkeypatch.setenv(*ALONE)
     with pytest.raises(UsageError, match="^--ranks 9: give cubes, such as 8,27,64, of at most "

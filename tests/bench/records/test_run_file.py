@@ -13,6 +13,7 @@ import pytest
 from bench.cases.selection import select_rows
 from bench.errors import StoreError
 from bench.records import journal, run_file
+from bench.records.measurements import Measurements, Variable
 from mutations import sets, spoils
 from records import format_tables, made_up
 from support import ROOT
@@ -31,6 +32,14 @@ def test_read_returns_what_was_written(tmp_path):
         for key, values in getattr(run, name).items():
             np.testing.assert_array_equal(getattr(found, name)[key], values)
     np.testing.assert_array_equal(found.expected_words, run.expected_words)
+
+
+def test_kinds_of_a_family_that_has_no_schema_of_theirs_are_read(tmp_path):
+    """Of a later version, say: what was measured is there, and nothing follows from it."""
+    samples = Variable(np.ones((1, 2)), "s", ("part", "repetition"))
+    path = run_file.write_run(Measurements("gpu-other", {}, {}, {
+        "part": ["a"], "repetition": range(2)}, {"samples": samples}, []), tmp_path, "a")
+    assert run_file.read_run(path).variables.keys() == {"samples"}
 
 
 def test_many_labels_are_compressed(tmp_path):

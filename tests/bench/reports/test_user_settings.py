@@ -128,6 +128,16 @@ def test_a_figure_that_cannot_be_drawn_is_one_line(one_run, monkeypatch, capsys)
         assert capsys.readouterr().out.count(line) == 1
 
 
+def test_figures_that_are_drawn_are_named_where_the_page_cannot_be_written(
+        one_run, monkeypatch, capsys):
+    def full(*_):
+        raise OSError(28, "no space left")
+
+    monkeypatch.setattr(page, "write_page", full)
+    assert main(["report", str(one_run), "--figures", "--page"]) > 0
+    assert "average-step-time-laptop.png\n" in capsys.readouterr().out
+
+
 def test_an_error_of_the_program_is_not_hidden(one_run, monkeypatch, capsys):
     """Only the end of a run that has measured goes on, after it is printed."""
     monkeypatch.setattr(against_ranks, "draw_step_times", wrong)
