@@ -25,7 +25,9 @@ if __name__ == "__main__":
 """
 ORDERS = {"mm3d first": "import mm3d\nfrom mpi4py import MPI",
           "MPI first": "from mpi4py import MPI\nimport mm3d"}
-CHILD = "import mm3d; from mpi4py import MPI; print(MPI.COMM_WORLD.size)"
+# Words are written at once, so that no other rank's come between.
+CHILD = ("import mm3d, os; from mpi4py import MPI; "
+         "os.write(1, str(MPI.COMM_WORLD.size).encode() + bytes([10]))")
 STARTED = f"""
 import os, subprocess, sys
 import mm3d
@@ -34,7 +36,7 @@ command = [*sys.argv[2:], sys.executable, "-c", {CHILD!r}]
 options = eval(sys.argv[1])
 done = subprocess.run(command, capture_output=True, text=True, **options)
 said = f"{{MPI.COMM_WORLD.size}} {{done.stdout.split()}} {{done.stderr}} \\n"
-os.write(1, said.encode())    # at once, so that no other rank's words come between
+os.write(1, said.encode())
 MPI.COMM_WORLD.Barrier()
 assert "PMI_RANK" in os.environ or "OMPI_COMM_WORLD_RANK" in os.environ
 """
