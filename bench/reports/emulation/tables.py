@@ -94,10 +94,15 @@ def rows_table(heading: str, found: Iterable[Emulated], measured: bool) -> Table
                    of=lambda one: one.predicted_average / one.average - 1),
             Column("slowed", "by", of=lambda one: one.dilation, form=".2g"),
             Column("share of", "software", of=lambda one: Number(
-                one.software, f"{one.software:.0%}{MARK * (not one.quotable)}"))]
+                one.software, f"{share_text(one)}{MARK * (not one.quotable)}"))]
     else:
         columns.append(Column("step here", "(s)", of=lambda one: sum(one.predicted)))
     return make_table(f"{heading}: rows", columns, found)
+
+
+def share_text(one: Emulated) -> str:
+    """Return the share of software; of one above its bound with a digit more, to be seen above."""
+    return f"{one.software:.0%}" if one.quotable else f"{one.software:.1%}"
 
 
 def _batch_of(row: Row) -> str:
@@ -133,7 +138,7 @@ def marked_shares(found: Sequence[Emulated]) -> list[str]:
     """Name the rows of ratios with a `MARK`, each with the share that software took of a step."""
     rows = {(one.row.key, one.row.like): one for _, *pair in compared(found) for one in pair
             if not one.quotable}
-    return [(f"{one.software:.0%} of" if one.software > 0 else "an unknown share of")
+    return [(f"{share_text(one)} of" if one.software > 0 else "an unknown share of")
             + f" {title(one.row.scheme)} on {one.row.gpus} ranks, {one.row.table}"
             + _batch_of(one.row) for one in rows.values()]
 
