@@ -140,7 +140,7 @@ def test_rows_of_too_much_software_are_marked(tmp_path):
         run = emulated_run(row_of("weak", scheme, 8), 1.0, software=software)
         run_file.write_run(run, tmp_path, scheme)
     text = format_tables(tmp_path)
-    assert "30%*" in text and " 20% " in text.replace("20%\n", "20% ")
+    assert "30.0%*" in text and " 20% " in text.replace("20%\n", "20% ")
     one = next(line.split() for line in text.splitlines()
                if line.split()[:3] == ["over", "1-D", "8"] and len(line.split()) == 11)
     assert one[6] == "3.20*"
