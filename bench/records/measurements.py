@@ -43,9 +43,8 @@ class Check:
     @property
     def share(self) -> float:
         """The error as a share of the tolerance, which is 0 where numbers must be equal."""
-        if self.tolerance:
-            return self.error / self.tolerance
-        return math.inf if self.error else 0.0
+        exact = math.inf if self.error else 0.0
+        return self.error / self.tolerance if self.tolerance else exact
 
 
 @dataclass(frozen=True)

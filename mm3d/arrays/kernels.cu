@@ -269,7 +269,8 @@ __global__ void sum_rows(const T *a, W *parts, T *sum, W *wide_sum, long long ro
 {
     const int width = 16 / sizeof(T);
     const bool packed = aligned(a, a, a) && cols % width == 0;
-    column_sums<1, T>(rows, cols, packed, parts, sum, wide_sum, [=](long long at, int mine, bool packed, W *own) {
+    column_sums<1, T>(rows, cols, packed, parts, sum, wide_sum,
+                      [=](long long at, int mine, bool packed, W *own) {
         const Pack<T> u = read_pack(a, at, mine, packed);
         for (int i = 0; i < width; i++)
             own[i] += i < mine ? wide(u.of[i]) : 0;
@@ -281,7 +282,8 @@ __global__ void sum_products(const T *a, const T *b, W *parts, T *sum, W *wide_s
 {
     const int width = 16 / sizeof(T);
     const bool packed = aligned(a, b, b) && cols % width == 0;
-    column_sums<1, T>(rows, cols, packed, parts, sum, wide_sum, [=](long long at, int mine, bool packed, W *own) {
+    column_sums<1, T>(rows, cols, packed, parts, sum, wide_sum,
+                      [=](long long at, int mine, bool packed, W *own) {
         const Pack<T> u = read_pack(a, at, mine, packed), v = read_pack(b, at, mine, packed);
         for (int i = 0; i < width; i++)
             own[i] += i < mine ? wide(u.of[i]) * wide(v.of[i]) : 0;
@@ -293,7 +295,8 @@ __global__ void sum_rows_and_products(const T *a, const T *b, W *parts, T *sum, 
 {
     const int width = 16 / sizeof(T);
     const bool packed = aligned(a, b, b) && cols % width == 0;
-    column_sums<2, T>(rows, cols, packed, parts, sum, wide_sum, [=](long long at, int mine, bool packed, W *own) {
+    column_sums<2, T>(rows, cols, packed, parts, sum, wide_sum,
+                      [=](long long at, int mine, bool packed, W *own) {
         const Pack<T> u = read_pack(a, at, mine, packed), v = read_pack(b, at, mine, packed);
         for (int i = 0; i < width; i++) {
             own[i] += i < mine ? wide(u.of[i]) : 0;
@@ -312,7 +315,8 @@ __global__ void bias_gelu_backward(const T *dy, const T *x, const T *b, T *dx, W
     W bias[width];
     for (int i = 0; i < width; i++)
         bias[i] = c + i < cols ? wide(b[c + i]) : 0;
-    column_sums<1, T>(rows, cols, packed, parts, sum, wide_sum, [&](long long at, int mine, bool packed, W *own) {
+    column_sums<1, T>(rows, cols, packed, parts, sum, wide_sum,
+                      [&](long long at, int mine, bool packed, W *own) {
         Pack<T> g = read_pack(dy, at, mine, packed);
         const Pack<T> u = read_pack(x, at, mine, packed);
         for (int i = 0; i < width; i++)

@@ -158,8 +158,8 @@ def measure_layer(subject: MeasuredLayer, beside: tuple[str, str] | None, overla
                 **({"overlap": overlap} if overlap else {}), **grid_settings(scheme.grid.shape),
                 "transport": operands.transport_names(scheme.grid), **asdict(limits)}
     variables |= {"memory": Variable(np.array(memory).T, "byte", ("account", "rank")),
-                  **{name: Variable(values, "1", ("side", "rank"))
-                     for name, values in zip(("calls", "words"), counted)}}
+                  **{what: Variable(values, "1", ("side", "rank"))
+                     for what, values in zip(("calls", "words"), counted)}}
     record = layer_record(subject, name, variables, settings, environs, checks + again)
     return add_kernels(record, kernels, record.variables["flops"].values)
 
