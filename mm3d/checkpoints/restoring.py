@@ -76,7 +76,7 @@ def restore(folder: str | Path, model: Any, optimizer: Any = None,
                   "optimizer": optimizer and type(optimizer).__name__}
         given |= {name: value for facts in known_facts(model, optimizer)
                   for name, value in facts.items()}
-    arrays = stored_arrays(model, optimizer)
+        arrays = stored_arrays(model, optimizer)
     path, index, read, new, said = _read_all(folder, step, model, optimizer, arrays)
     for stored, one in read:
         if stored.array.size:

@@ -68,14 +68,16 @@ def save(folder: str | Path, model: Any, optimizer: Any = None, step: int | None
         described = {} if optimizer is None else storable_attributes({
             "name": type(optimizer).__name__, **optimizer.numbers()})
         facts = [*map(storable_attributes, known_facts(model, optimizer))]
-        groups = ({"step": step, **_dropout_step(model), **attributes}, described, *facts)
-        given |= {"folder": str(folder), "step": step, "keep": keep} | {
+        counts = {"step": step} | _dropout_step(model)
+        groups = (counts | attributes, described, *facts)
+        given |= {"folder": str(folder), "keep": keep} | counts | {
             kind + name: value for kind, found in zip(
                 ("attribute ", OPTIMIZER, "", ""), (attributes, *groups[1:]))
             for name, value in found.items()}
+        arrays = stored_arrays(model, optimizer)
     writer = Writer(folder, step)    # which rank 0 alone uses
     try:
-        place = _write(writer, comm, stored_arrays(model, optimizer), groups)
+        place = _write(writer, comm, arrays, groups)
     except BaseException:
         writer.discard()
         raise
@@ -119,7 +121,7 @@ def _write(writer: Writer, comm: Any, arrays: list[StoredArray],
 def _dropout_step(model: Any) -> dict[str, int]:
     """Return the step of the model's next dropout masks, where it drops anything."""
     step = getattr(model, DROPOUT_STEP, None)
-    return {} if step is None else {DROPOUT_STEP: int(step)}
+    return {} if step is None else {DROPOUT_STEP: check_whole(DROPOUT_STEP, step, 0)}
 
 
 def _join(gathered: list[tuple[dict[str, ArrayInfo], list[Block]]],

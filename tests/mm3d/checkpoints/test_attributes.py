@@ -84,6 +84,13 @@ def test_ranks_that_differ_are_named(comm, shared_tmp_path):
         check(lambda: mm3d.save(**options), f"the ranks differ in {said}")
         if name != "lr":    # which is restored
             check(lambda: mm3d.restore(**options), f"the ranks differ in {said}")
+    own, other = (mm3d.SGD(one, lr=0.1) for one in (model, transformer(comm, layers=2)))
+    for call in mm3d.save, mm3d.restore:
+        check(lambda: call(**both, optimizer=other if last else own),
+              "refused on rank 3: .* another model")
+    model.dropout_step = 4 + last
+    check(lambda: mm3d.save(**both), r"the ranks differ in dropout_step \(4 on ranks 0 to 2, 5 on")
+    del model.dropout_step
     for options in dict(step=2.5), dict(keep=0), dict(note="\0"):
         given = dict(step=1) | (options if last else {})
         check(lambda: mm3d.save(shared_tmp_path, model, **given),
