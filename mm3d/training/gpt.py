@@ -10,7 +10,7 @@ from mpi4py import MPI
 from mm3d.arrays.backend import Array
 from mm3d.arrays.plain_numbers import PlainNumbers, check_types
 from mm3d.config import OF_MESH, Config, refuse_of_mesh
-from mm3d.grid.agreement import checksum, same_arguments
+from mm3d.grid.agreement import checksum, compare, same_arguments
 from mm3d.model.cross_entropy import Targets
 from mm3d.model.experts.totals import RoutingTotals
 from mm3d.model.initial_values import draw_parameter, gpt2_values
@@ -261,8 +261,15 @@ class GPT(PlainNumbers, Staged):
 
         Every rank must call it.  Optimizers do in each step that they do not skip; a training
         without an optimizer calls it before `refresh`.
+
+        Raises
+        ------
+        ValueError
+            On every rank alike, when some make another call: their biases would differ for good.
         """
-        if self.routings and self.mesh.scheme.grid.backend.has_contents:
+        backend = self.mesh.scheme.grid.backend
+        if self.routings and self.experts.gate == "sigmoid-bias" and backend.has_contents:
+            compare(self.comm, "update_biases", {})
             update_biases(self.chunks, self.routings, self.experts.bias_rate)
 
     @property

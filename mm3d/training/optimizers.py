@@ -120,7 +120,7 @@ class Optimizer(PlainNumbers, ABC):
         ------
         ValueError
             On every rank alike and before anything changes, when ranks that clip or scale have
-            other numbers, or make another call; and when ``lr`` was set to no learning rate.
+            other numbers, or make another call; and for numbers that were set out of range.
         FloatingPointError
             On every rank alike, when gradients to be clipped, or their norm, are infinite or NaN,
             without `loss_scaling`, or with its smallest factor; no parameter has changed then.
@@ -178,12 +178,12 @@ class Optimizer(PlainNumbers, ABC):
         scaling, self.norm = self.loss_scaling, None
         nothing_to_see = not all(backend_of(t.grad).has_contents for t in self.model.trained)
         if scaling is None and self.clip is None or nothing_to_see:
-            check_rate(self.lr)
+            self._check()
             return 1.0
         counted = [t.grad for t in self.model.trained if t.counted]
         largest = largest_magnitude(counted, self.model.comm, f"{type(self).__name__}.step",
                                     self.numbers() | self.options())
-        check_rate(self.lr)    # after ranks with other rates are named
+        self._check()    # after ranks with other numbers are named
         factor = 1.0
         if scaling is not None:
             factor = 1 / scaling.scale

@@ -386,14 +386,16 @@ def test_numbers_out_of_range_are_refused(make, words):
         make(Plain(drawn(0)))
 
 
-@pytest.mark.parametrize("rate", [-0.1, math.nan, math.inf, "0.1", None])
-def test_a_rate_that_is_set_later_is_refused_before_anything_changes(rate):
+@pytest.mark.parametrize("name, value", [
+    ("lr", -0.1), ("lr", math.nan), ("lr", "0.1"), ("lr", None), ("weight_decay", None),
+    ("clip", -1), ("eps", 0), ("betas", (1, 1))], ids=str)
+def test_a_number_that_is_set_later_is_refused_before_anything_changes(name, value):
     model = Plain(drawn(0))
     for clip in (None, 1.0):
         optimizer = optimizer_of("AdamW", model, clip)
         set_gradients(model, 1)
-        optimizer.lr = rate
-        with pytest.raises(ValueError, match=f"lr={rate!r}: at least 0 would do"):
+        setattr(optimizer, name, value)
+        with pytest.raises(ValueError, match=re.escape(f"{name}={value!r}: ") + ".* would do"):
             optimizer.step()
         assert optimizer.steps == 0
     assert all(np.array_equal(a, model.values()[name]) for name, a in drawn(0).items())

@@ -237,6 +237,19 @@ def test_an_optimizer_that_exchanges_anything_compares_its_numbers_with_it(comm,
     model.free()
 
 
+@pytest.mark.ranks(2)
+def test_a_rank_that_alone_changes_the_biases_of_routers_is_named(comm, mesh):
+    """They are copies, which nothing would make equal again."""
+    model = mm3d.GPT(mesh, **GPT, experts=mm3d.Experts(3, gate="sigmoid-bias"))
+    model.step(*tokens_and_targets())
+    before = model.state()
+    refused(comm, model.update_biases if comm.rank else lambda: model.step(*tokens_and_targets()),
+            r"different calls \(step on rank 0, update_biases on rank 1\)")
+    for name, a in model.state().items():
+        assert np.array_equal(a, before[name]), name
+    model.free()
+
+
 class CountingComm:
     """A communicator that counts the exchanges of all ranks."""
 
