@@ -85,7 +85,10 @@ def restore(folder: str | Path, model: Any, optimizer: Any = None,
         for array in optimizer.state[name]:
             array[...] = 0
     model.refresh()
-    _set_numbers(index, model, optimizer)
+    if optimizer is not None:
+        optimizer.set_numbers(index.optimizer)
+    if getattr(model, DROPOUT_STEP, None) is not None and DROPOUT_STEP in index.attributes:
+        setattr(model, DROPOUT_STEP, index.attributes[DROPOUT_STEP])
     said += [f"{name} was not saved, and begins with zeros" for name in new]
     if said and comm.rank == 0:
         warnings.warn(f"checkpoint {path}: {'; '.join(said)}", stacklevel=2)
@@ -168,14 +171,6 @@ def _check(path: Path, comm: Any, index: Index, arrays: list[StoredArray],
         lines = [f"{more[0]} is not in the model"]
     if lines:
         raise ValueError(f"checkpoint {path} is of another model: {lines[0]}")
-
-
-def _set_numbers(index: Index, model: Any, optimizer: Any) -> None:
-    """Set the numbers of the optimizer, and the step of dropout where the model drops anything."""
-    if optimizer is not None:
-        optimizer.set_numbers(index.optimizer)
-    if getattr(model, DROPOUT_STEP, None) is not None and DROPOUT_STEP in index.attributes:
-        setattr(model, DROPOUT_STEP, index.attributes[DROPOUT_STEP])
 
 
 def _difference(index: Index, stored: StoredArray) -> str | None:

@@ -94,7 +94,8 @@ class PositionObserver(Observer):
         key = event.kind, event.direction, self.operand
         text = self.names.get(key)
         if text is None:
-            text = self.names[key] = _pad_text(collective_name(*key))
+            words = event.kind.replace("_", "-"), self.operand, f"along {event.direction}"
+            text = self.names[key] = _pad_text(" ".join(filter(None, words)))
         board.memory[board.texts[1]] = text
         board.mine[EVENTS] += 1
         board.mine[INSIDE] = 1
@@ -106,11 +107,6 @@ class PositionObserver(Observer):
         if self.entered.pop() is None:
             board.mine[EVENTS] += 1
             board.mine[INSIDE] = 0
-
-
-def collective_name(kind: str, direction: str, operand: str) -> str:
-    """Return a name such as "all-gather A along y"."""
-    return " ".join(filter(None, (kind.replace("_", "-"), operand, f"along {direction}")))
 
 
 def _pad_text(text: str) -> bytes:

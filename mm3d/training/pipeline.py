@@ -13,7 +13,7 @@ from mm3d.arrays.plain_numbers import check_types, check_whole
 from mm3d.config import Division, refuse_of_mesh
 from mm3d.grid.activations import Context
 from mm3d.grid.agreement import checksums, same_arguments
-from mm3d.grid.axis import Axis, Traffic, TrafficCounts
+from mm3d.grid.axis import Traffic, TrafficCounts
 from mm3d.grid.grid import GridAxes
 from mm3d.model.initial_values import InitialValues, varied_values
 from mm3d.model.parameters import Parameter, Trained
@@ -170,7 +170,8 @@ class Pipeline(Staged):
         check_experts(experts, how.expert_parallel, replicas, together * stack.seq, stack.layers)
         self.rows = divide_rows(stack.batch, replicas, schedule.microbatches,
                                 experts is not None)[mesh.replica // share]
-        self.context = make_context(mesh.context, stack, how.context_way)
+        check_context(share, stack, how.context_way)
+        self.context = mesh.context and Context(mesh.context, stack.seq, how.context_way)
         self.data, self.data_grids = None, []
         made: dict[str, Any] = {"initial_values": initial_values, "context": self.context}
         if mesh.data_grid is not None:
@@ -279,15 +280,6 @@ class Pipeline(Staged):
         for grid in [one for one in self.data_grids if one not in own]:
             grid.free()
             self.data_grids.remove(grid)
-
-
-def make_context(axis: Axis | None, stack: Stack, way: str) -> Context | None:
-    """Return how the ranks of `axis` divide positions; None if they do not.
-
-    `check_context` says the errors.
-    """
-    check_context(axis.size if axis else 1, stack, way)
-    return axis and Context(axis, stack.seq, way)
 
 
 def check_context(ranks: int, stack: Stack, way: str) -> None:

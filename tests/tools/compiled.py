@@ -2,19 +2,9 @@
 import importlib
 import sys
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
-
-
-class Type:
-    """Stand in for a type of Numba, and for an array of it."""
-
-    def __getitem__(self, dimensions):
-        return self
-
-
-def njit(work=None, **options):
-    return work if callable(work) else lambda function: function
 
 
 def load_compiled(how: str, monkeypatch):
@@ -23,7 +13,8 @@ def load_compiled(how: str, monkeypatch):
         pytest.importorskip("numba")
         return importlib.import_module("mm3d.arrays.compiled")
     monkeypatch.setitem(sys.modules, "numba", SimpleNamespace(
-        float32=Type(), float64=Type(), njit=njit, void=lambda *kinds: None))
+        float32=MagicMock(), float64=MagicMock(), void=MagicMock(),
+        njit=lambda *given, **options: lambda function: function))
     monkeypatch.setitem(sys.modules, "numba.extending", SimpleNamespace(
         overload=lambda function, **options: lambda other: other))
     # What is set has gone after the test, so that no later one finds the module of this one.

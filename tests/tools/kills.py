@@ -1,20 +1,17 @@
-"""Kill a running reproduction at random moments, and go on: ``python tests/tools/kills.py 50``.
+"""Kill a running reproduction at random moments, and go on.
 
 After each kill every row that was ever finished must be there, unchanged and readable; what is
 begun again must not measure a finished row again; and at last it must come to its end.
 """
-import argparse
 import hashlib
 import os
 import random
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Callable
 
 from bench.records import run_file
 from bench.records.journal import NAME, read_entries
@@ -103,19 +100,3 @@ def kill_and_go_on(folder: Path, kills: int, seed: int, longest: float) -> dict[
     assert not left, left
     return {**count, "begun": events.count("begin"), "resumed": events.count("resume"),
             "files": len(runs)}
-
-
-def main(work: Callable, about: str, option: str, **how) -> None:
-    """Do `work` in a folder of its own: so many kills, a seed, and what an `option` says."""
-    parser = argparse.ArgumentParser(description=about)
-    parser.add_argument("kills", type=int)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(option, **how)
-    start = time.monotonic()
-    with tempfile.TemporaryDirectory() as made:
-        print(work(Path(made), **vars(parser.parse_args())))
-    print(f"{time.monotonic() - start:.0f} s")
-
-
-if __name__ == "__main__":
-    main(kill_and_go_on, __doc__, "--longest", type=float, default=3.0, help="seconds (default 3)")

@@ -1,4 +1,4 @@
-"""Kill a training at random moments, and go on: ``python tests/tools/training_kills.py 50``.
+"""Kill a training at random moments, and go on.
 
 After each kill, of all processes at once or of one rank, what the history says of every step must
 be, to the bit, what a training says that was never killed, and at last the newest checkpoints are
@@ -27,7 +27,6 @@ from bench.instruments.leftover_memory import abandoned_segments, remove_segment
 from bench.records.journal import read_entries
 from mm3d import launcher
 from mm3d.checkpoints.folder import checkpoints
-from kills import main
 from support import ROOT, clean_environment, processes_of
 
 STEPS, PATIENCE = 60, 10.0    # the latter in seconds
@@ -168,7 +167,3 @@ def train_and_kill(folder: Path, kills: int, seed: int = 0, ranks: int = 2) -> d
         count["segments left"] += remove_what_is_left(own)
         count["steps"] += sum("loss" in line for line in last)
     return {**count, "slowest end": round(slowest, 1)}
-
-
-if __name__ == "__main__":
-    main(train_and_kill, __doc__, "--ranks", type=int, default=2, choices=SCHEMES)

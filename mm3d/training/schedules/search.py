@@ -9,7 +9,7 @@ import heapq
 import itertools
 import math
 from fractions import Fraction
-from typing import Iterator, NamedTuple
+from typing import NamedTuple
 
 from mm3d.training.schedules.schedule import Action, Schedule, loop
 from mm3d.training.schedules.times import Times
@@ -51,15 +51,11 @@ class SearchRules(NamedTuple):
     weights_first: bool
 
 
-def every_rule() -> Iterator[SearchRules]:
-    """Return all combinations that are tried."""
-    shares = [Fraction(n, 2) for n in range(3)]
-    return itertools.starmap(SearchRules, itertools.product(shares, shares, shares, (True, False)))
-
-
 def search(ranks: int, microbatches: int, times: Times, limit: Limit) -> Schedule:
     """Return the schedule with the least cost over all combinations of rules."""
-    every = (_Ranks(ranks, microbatches, times, limit, rules) for rules in every_rule())
+    shares = [Fraction(n, 2) for n in range(3)]
+    every = (_Ranks(ranks, microbatches, times, limit, SearchRules(*rules))
+             for rules in itertools.product(shares, shares, shares, (True, False)))
     return min(every, key=_Ranks.cost).schedule()
 
 

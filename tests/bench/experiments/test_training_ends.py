@@ -29,7 +29,6 @@ command()
 @pytest.mark.limit(900)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_resumption_after_a_kill_is_on_the_curve(tmp_path, ranks):
-    """50 kills: ``python tests/tools/training_kills.py 50``."""
     assert train_and_kill(tmp_path, 4, ranks=ranks)["complete"] > 0
 
 

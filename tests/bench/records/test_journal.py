@@ -39,7 +39,6 @@ def reproduce(folder, *options: str):
 @pytest.mark.slow
 @pytest.mark.limit(300)
 def test_kills_lose_nothing_finished(tmp_path):
-    """The short form of ``python tests/tools/kills.py 50``."""
     counts = kill_and_go_on(tmp_path, kills=3, seed=3, longest=2.5)
     assert counts["kills"] == 3 and counts["begun"] + counts["resumed"] >= 2
 
