@@ -50,7 +50,8 @@ def save(folder: str | Path, model: Any, optimizer: Any = None, step: int | None
     ValueError
         On every rank alike, before anything is written, for a negative step, a `keep` below 1,
         an attribute that would not come back: no number or text, or with a name that checkpoints
-        use themselves; and where ranks were given different ones, or have other optimizers.
+        use themselves; and where ranks were given different ones, or have another optimizer or
+        step of dropout.
     OSError
         On every rank alike and in one line, when something could not be written on any rank; the
         earlier checkpoints are as they were.
