@@ -6,7 +6,6 @@ a multiple of eps |A||B| (Higham, "Accuracy and Stability of Numerical Algorithm
 """
 
 from dataclasses import dataclass, replace
-from typing import Callable
 
 import numpy as np
 
@@ -104,21 +103,6 @@ def check_product(name: str, left: DistributedMatrix, right: DistributedMatrix,
     sampled = _ratio(result.T.times(chosen) - exact, bound)
     return [Check(f"{name} times a random vector", vector, tolerance),
             Check(f"{len(rows)} rows of {name}", sampled, tolerance)]
-
-
-def failure_message(checks: list[Check]) -> str | None:
-    """Describe the checks that did not pass; None when all did."""
-    return describe_worst(checks, "checks", lambda worst: (
-        f"{worst.quantity}: off by {worst.error:.2g} |A||B|, tolerance {worst.tolerance:.2g}"))
-
-
-def describe_worst(checks: list[Check], what: str, say: Callable[[Check], str]) -> str | None:
-    """Describe the worst check by `say`, and how many of `what` fail; None when all passed."""
-    failed = [check for check in checks if not check.passed]
-    if not failed:
-        return None
-    worst = max(failed, key=lambda check: np.nan_to_num(check.share, nan=np.inf))
-    return f"{say(worst)} ({len(failed)} of {len(checks)} {what} fail); no times were written"
 
 
 def _ratio(difference: np.ndarray, bound: np.ndarray) -> float:
