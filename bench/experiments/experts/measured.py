@@ -13,7 +13,7 @@ from typing import Any, Callable, Sequence
 
 import numpy as np
 
-from bench.checks.requirement import require_passed
+from bench.checks.freivalds import require_passed
 from bench.experiments.experts.problem import ROUTINGS, ExpertsSubject, routing_settings
 from bench.experiments.experts.verification import ROUTED, verify_experts
 from bench.experiments.products import operands

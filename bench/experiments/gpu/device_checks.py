@@ -12,8 +12,7 @@ from mpi4py import MPI
 import mm3d
 from bench.checks import against_serial, operation
 from bench.checks.against_serial import worst_error
-from bench.checks.freivalds import EPS
-from bench.checks.requirement import require_passed
+from bench.checks.freivalds import EPS, require_passed
 from bench.checks.rounding import rounding_backend
 from bench.experiments.gpu import gpu_cases
 from bench.experiments.gpu.gpt_steps import FEW, GptStep, TorchGptStep, gradients_of, make_gpt

@@ -18,7 +18,7 @@ from mpi4py import MPI
 import mm3d
 from bench.cases.variants import schemes_with_option
 from bench.checks import against_serial
-from bench.checks.requirement import require_passed
+from bench.checks.freivalds import require_passed
 from bench.errors import UsageError, WrongResult
 from bench.experiments.products import operands
 from bench.experiments.products.problem import LocalProducts

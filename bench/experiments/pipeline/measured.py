@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 import mm3d
-from bench.checks.requirement import require_passed
+from bench.checks.freivalds import require_passed
 from bench.experiments.pipeline.reference import STEPS, TorchPipeline, gather_actions
 from bench.experiments.pipeline.subject import (ABOUT_WORK, ActionTimes, LayersSubject,
                                                 PipelineCase)

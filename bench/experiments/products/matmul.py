@@ -15,7 +15,7 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from bench.checks import freivalds
-from bench.checks.requirement import require_passed
+from bench.checks.freivalds import require_passed
 from bench.experiments.products import operands
 from bench.experiments.products.problem import Problem, LocalProducts, WholeProduct
 from bench.instruments.clock import Clock

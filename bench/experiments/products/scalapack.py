@@ -16,7 +16,7 @@ from typing import Callable, Iterator, Sequence
 import numpy as np
 
 from bench.agreement import make_on_each_rank
-from bench.checks.requirement import require_passed
+from bench.checks.freivalds import require_passed
 from bench.errors import as_usage_error
 from bench.experiments.products import fortran_blas, operands
 from bench.experiments.products.matmul import check_results

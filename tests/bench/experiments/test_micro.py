@@ -7,7 +7,7 @@ from mpi4py import MPI
 
 from bench.__main__ import parser
 from bench.checks import freivalds, operation
-from bench.checks.requirement import require_passed
+from bench.checks.freivalds import require_passed
 from bench.errors import WrongResult
 from bench.experiments.products import collectives, gemm, operands
 from bench.experiments.products.problem import Problem, LocalProducts, WholeProduct, product_grid
