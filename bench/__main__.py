@@ -96,12 +96,15 @@ def run_on_all_ranks(run: Callable[..., int], arguments: argparse.Namespace) -> 
     mpi.start()
     from mpi4py import MPI
     from bench.errors import StoreError
+    from bench.instruments.host import source_at_start
     from mm3d.tracing.watchdog import Watchdog
     from mm3d.transport.nodes import emulated_node_size
     comm = MPI.COMM_WORLD
     # Modules stay: the collections before each measurement need not look through them again, on
     # many ranks that share few cores.
     gc.freeze()
+    if comm.rank == 0:
+        source_at_start()    # by the end somebody may have checked out another commit
     try:
         with as_usage_error():
             launcher.check_launcher(comm.size)

@@ -115,13 +115,6 @@ class WrongResult(Exception):
     """A wrong result, whose times are not reported; the message names it."""
 
 
-def reject(problem: str | None, when: str = "",
-           error: type[Exception] = WrongResult) -> None:
-    """Raise `error` if there is a `problem`, which is the same on all ranks."""
-    if problem:
-        raise error(f"{when}{problem}")
-
-
 class Failed(Exception):
     """A row that could not be measured; raised on every rank alike."""
 

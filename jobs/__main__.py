@@ -232,7 +232,9 @@ def submit(work: Work, cases: list[Row], arguments) -> int:
         due = [one for one in due if one not in refused]
         under_way = [one.job for one in found if one.state in UNDER_WAY]
         say(f"{counted(len(cases), 'row')}: {sum(one.state == DONE for one in found)} done, "
-            f"{len(under_way)} under way, {len(due)} to submit", *foretold(work, due))
+            f"{len(under_way)} under way, {len(due)} to submit", *foretold(work, due),
+            *[f"commit {standings.present_source()}; a job runs the source as it is when it "
+              "starts"] * bool(due))
         new: list[str] = []
         groups: dict[int | str, list[Row]] = {}
         for one in due:
@@ -292,8 +294,10 @@ def test_only(work: Work, cases: list[Row], arguments) -> int:
 def show_status(work: Work, cases: list[Row]) -> int:
     """Print the state of all jobs; return 2 where a queue is silent, else 0."""
     queue = standings.read_queue(work)
-    say(*map(format_standing, standings.list_standings(work, cases, queue)),
-        *single.list_standings(work, queue))
+    found = standings.list_standings(work, cases, queue)
+    say(*map(format_standing, found), *single.list_standings(work, queue))
+    for line in standings.list_other_sources(work, found):
+        complain(f"warning: {line}")
     for why in dict.fromkeys(queue.silent.values()):
         complain(f"error: {why}")
     return 2 if queue.silent else 0

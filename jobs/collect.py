@@ -56,14 +56,16 @@ def collect(work: Work, cases: list[Row]) -> int:
     """
     journal.check_folder(work.out)
     new = sum(copy_results(work, one) for one in cases)
-    missing = [one for one in standings.list_standings(work, cases, standings.read_queue(work))
-               if one.state != DONE]
+    found = standings.list_standings(work, cases, standings.read_queue(work))
+    missing = [one for one in found if one.state != DONE]
     done = len(cases) - len(missing)
     if run_file.list_files(work.out):
         write_tables_and_figures(work.out)
     say(f"\n{done} of {len(cases)} rows done, {counted(new, 'new file')} in {work.out}")
     for one in missing:
         say(f"missing: {format_standing(one)}")
+    for warning in standings.list_other_sources(work, found):
+        complain(f"warning: {warning}")
     line, left_out = merge_runs(work, cases)
     say(line)
     for problem in left_out:

@@ -16,8 +16,8 @@ OWN = {"SRUN_CPUS_PER_TASK": "node.cores_per_rank", "MM3D_GPU_ORDER": "launch.gp
        **dict.fromkeys("SLURM_JOB_ID SLURM_ARRAY_JOB_ID SLURM_ARRAY_TASK_ID SLURM_STEP_ID "
                        "SLURM_PROCID".split(), ""),
        **dict.fromkeys("BASHOPTS BASH_SOURCE BASH_VERSINFO EUID IFS PPID SECONDS SHELLOPTS UID "
-                       "begun checkpoints folder init job launch memory mm3d_options mm3d_trouble "
-                       "name needs program row scripts status step try wanted".split(), "")}
+                       "begun checkpoints folder init job launch memory mm3d_element mm3d_options "
+                       "mm3d_trouble name needs program row status step try wanted".split(), "")}
 
 
 @dataclass(frozen=True)

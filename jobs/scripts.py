@@ -314,9 +314,11 @@ def array_script(work: Work, cases: list[Row]) -> str:
     ranks = cases[0].ranks
     options = row_options(work, f"mm3d-p{ranks:03d}-{cases[0].preset}-array", ranks,
                           cases[0].verb[0] in STOPPING)
-    return TEMPLATES.get_template("array.sh.j2").render(
-        ranks=ranks, options=[*options, f"--array=0-{len(cases) - 1}"],
-        scripts=[word(check_path(work.script(case))) for case in cases])
+    head = TEMPLATES.get_template("array.sh.j2").render(
+        ranks=ranks, options=[*options, f"--array=0-{len(cases) - 1}"])
+    return head + "".join(
+        f'\nif [ "$SLURM_ARRAY_TASK_ID" = {index} ]; then\n{row_script(work, case)}fi\n'
+        for index, case in enumerate(cases))
 
 
 def collect_script(work: Work, words: list[str]) -> str:

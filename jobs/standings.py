@@ -10,8 +10,10 @@ from typing import Iterator
 from bench.cases.combined import TABLE, TrainingCase
 from bench.cases.variants import recorded_variant
 from bench.errors import StoreError, Unreadable, UsageError
+from bench.instruments.host import source_version
 from bench.records import atomic, journal, model_run, run_file
 from bench.records.measurements import Measurements
+from bench.records.notes import describe_source
 from jobs import slurm
 from jobs.scripts import Row, Work
 
@@ -26,12 +28,13 @@ QUEUEING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED",
 
 @dataclass(frozen=True)
 class Standing:
-    """State of a row, its last job, and the reason of a failure."""
+    """State of a row, its last job, the reason of a failure, and the source that measured it."""
 
     case: Row
     state: str
     job: str = ""
     reason: str = ""
+    source: str = ""
 
 
 @contextlib.contextmanager
@@ -67,7 +70,7 @@ def record_job(work: Work, kind: str, name: str, title: str, job: str) -> None:
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, atomic.SHARED)
         try:
-            journal.append_entry(file, {kind: name, "job": job})
+            journal.append_entry(file, {kind: name, "job": job, "source": present_source()})
         finally:
             os.close(file)
     except OSError as error:
@@ -84,6 +87,29 @@ def read_submitted(work: Work, kind: str = "row") -> dict[str, list[str]]:
         if {kind, "job"} <= entry.keys():
             found.setdefault(entry[kind], []).append(entry["job"])
     return found
+
+
+def present_source() -> str:
+    """Describe the source as it is now, which jobs that start now would run."""
+    return describe_source(*source_version())
+
+
+def list_other_sources(work: Work, found: list[Standing]) -> list[str]:
+    """Say which rows ran, or would run, from other source than they were submitted with.
+
+    Jobs run what lies in the checkout when they start.
+    """
+    path, now = submissions_file(work), present_source()
+    before = {entry["job"]: entry["source"] for entry in (
+        journal.read_entries(path) if path.exists() else []) if {"job", "source"} <= entry.keys()}
+    groups: dict[str, list[str]] = {}
+    for one in found:
+        source = now if one.state == WAITING else one.source
+        if source and source != before.get(one.job, source):
+            verb = "waits, and would run" if one.state == WAITING else "ran"
+            groups.setdefault(f"submitted from commit {before[one.job]}, {verb} from {source}",
+                              []).append(one.case.title)
+    return [f"{what}: {', '.join(titles)}" for what, titles in groups.items()]
 
 
 def submissions_file(work: Work) -> Path:
@@ -148,7 +174,8 @@ def _standing(work: Work, case: Row, job: str, queue: slurm.Queue) -> Standing:
     found = [run for _, run in results]
     whole = [run for run in found if run.configuration["ended_by"] != "stopped"]
     if whole:
-        return Standing(case, DONE, job, f"{len(whole[-1].scales['repetition'])} repetitions")
+        return Standing(case, DONE, job, f"{len(whole[-1].scales['repetition'])} repetitions",
+                        source_of(whole[-1]))
     state, reason = MISSING, ""
     if job:
         state, reason = describe_job(work, work.runs(case), job, queue)
@@ -156,8 +183,14 @@ def _standing(work: Work, case: Row, job: str, queue: slurm.Queue) -> Standing:
         return Standing(case, UNCLEAR, job, unread[0])
     if found and state in (MISSING, FAILED):
         return Standing(case, STOPPED, job, f"with {len(found[-1].scales['repetition'])} "
-                                            "repetitions, as its time was over")
+                                            "repetitions, as its time was over",
+                        source_of(found[-1]))
     return Standing(case, state, job, reason)
+
+
+def source_of(run: Measurements) -> str:
+    """Describe the source that measured a run."""
+    return describe_source(run.environment["git_commit"], run.environment["git_clean"])
 
 
 def describe_job(work: Work, folder: Path, job: str, queue: slurm.Queue) -> tuple[str, str]:

@@ -10,7 +10,7 @@ from mpi4py import MPI
 from threadpoolctl import threadpool_limits
 
 import mm3d
-from bench.checks.freivalds import EPS, describe_worst
+from bench.checks.freivalds import EPS
 from bench.records.measurements import Check
 from mm3d import launcher
 from mm3d.launcher import wait_patiently
@@ -111,13 +111,6 @@ def compare(model: mm3d.Transformer, output, input_gradient, rounding: str,
                         part.tolerance) for part in parts]
     wait_patiently(grid.comm)
     return grid.comm.bcast(checks)
-
-
-def failure_message(checks: list[Check], reference: str = "the serial scheme") -> str | None:
-    """Describe the checks against `reference` that did not pass; None when all did."""
-    return describe_worst(checks, "quantities", lambda worst: (
-        f"differs from {reference}: {worst.quantity} has a relative error of {worst.error:.2g}, "
-        f"tolerance {worst.tolerance:g}"))
 
 
 def worst_error(blocks: list[Block], expected: np.ndarray) -> float:

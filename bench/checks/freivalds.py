@@ -6,11 +6,11 @@ a multiple of eps |A||B| (Higham, "Accuracy and Stability of Numerical Algorithm
 """
 
 from dataclasses import dataclass, replace
-from typing import Callable
 
 import numpy as np
 
 from bench.checks.sharded_matrices import row_chunks
+from bench.errors import WrongResult
 from bench.records.measurements import Check
 
 # The bound grows with the number of terms in the worst case; errors found in practice are far
@@ -106,19 +106,30 @@ def check_product(name: str, left: DistributedMatrix, right: DistributedMatrix,
             Check(f"{len(rows)} rows of {name}", sampled, tolerance)]
 
 
-def failure_message(checks: list[Check]) -> str | None:
-    """Describe the checks that did not pass; None when all did."""
-    return describe_worst(checks, "checks", lambda worst: (
-        f"{worst.quantity}: off by {worst.error:.2g} |A||B|, tolerance {worst.tolerance:.2g}"))
+def require_passed(checks: list[Check], about: str = "",
+                   error: type[Exception] = WrongResult) -> list[Check]:
+    """Return the checks; raise `error`, for the worst that did not pass, if there is one.
+
+    Parameters
+    ----------
+    checks : list of Check
+        The same on every rank.
+    about : str
+        What the message begins with.
+    """
+    if message := describe_failed(checks, about):
+        raise error(message)
+    return checks
 
 
-def describe_worst(checks: list[Check], what: str, say: Callable[[Check], str]) -> str | None:
-    """Describe the worst check by `say`, and how many of `what` fail; None when all passed."""
+def describe_failed(checks: list[Check], about: str = "") -> str:
+    """Describe the worst check that did not pass, and count these; "" when all did."""
     failed = [check for check in checks if not check.passed]
     if not failed:
-        return None
+        return ""
     worst = max(failed, key=lambda check: np.nan_to_num(check.share, nan=np.inf))
-    return f"{say(worst)} ({len(failed)} of {len(checks)} {what} fail); no times were written"
+    return (f"{about}{worst.quantity} is off by {worst.error:.2g}, tolerance "
+            f"{worst.tolerance:.2g} ({len(failed)} of {len(checks)} checks fail)")
 
 
 def _ratio(difference: np.ndarray, bound: np.ndarray) -> float:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from bench.checks import attention_identities
-from bench.checks.freivalds import EPS, describe_worst
+from bench.checks.freivalds import EPS
 from bench.checks.layer_errors import LayerErrors, SUMS
 from bench.checks.sharded_matrices import max_over_ranks
 from bench.records.measurements import Check
@@ -58,13 +58,6 @@ def check_step(model: Any, x: Any, dy: Any, seed: int) -> list[Check]:
     limits = tolerances(model.sizes.layers, found.rounding)
     return [Check(RESIDUAL + name, float(error), limits[RESIDUAL + name])
             for name, error in zip(found.errors, worst)]
-
-
-def failure_message(checks: list[Check]) -> str | None:
-    """Describe the checks of a step that did not pass; None when all did."""
-    return describe_worst(checks, "residuals", lambda worst: (
-        f"the measured model's own step is wrong: {worst.quantity}, is off by {worst.error:.2g} "
-        f"of its bound, tolerance {worst.tolerance:.2g}"))
 
 
 def tolerances(layers: int, rounding: str) -> dict[str, float]:

@@ -8,7 +8,7 @@ from mpi4py import MPI
 
 from bench.agreement import agree
 from bench.checks import freivalds
-from bench.checks.freivalds import DistributedMatrix
+from bench.checks.freivalds import DistributedMatrix, describe_failed, require_passed
 from bench.errors import WrongResult
 from bench.records.measurements import Check
 from mm3d.arrays import backend as backends
@@ -71,8 +71,7 @@ def check_collective(split: Split, kind: str, step: Callable[[], Array | None], 
     off = comm.allreduce(off, MPI.MAX)
     what = f"{shape[0]} elements" if len(shape) == 1 else " x ".join(map(str, shape))
     check = Check(f"{kind} of {what} along {axis.name}", off, 0.0)
-    agree("" if check.passed else f"{check.quantity} is off by {off:g}", comm, WrongResult)
-    return check
+    return require_passed([check])[0]
 
 
 def check_own_product(name: str, matrices: tuple[Array, Array, Array], seed: int,
@@ -100,7 +99,5 @@ def check_own_product(name: str, matrices: tuple[Array, Array, Array], seed: int
     A, B, C = (DistributedMatrix(block, tuple(map(slice, (0, 0), block.shape)), block.shape,
                                  MPI.COMM_SELF) for block in hosts)
     checks = freivalds.check_product(name, A, B, C, seed, str(matrices[2].dtype), eps)
-    wrong = [f"{done.quantity} is off by {done.error:.2g} |A||B|, tolerance {done.tolerance:.2g}"
-             for done in checks if not done.passed]
-    agree(wrong[0] if wrong else "", comm, WrongResult)
+    agree(describe_failed(checks), comm, WrongResult)
     return checks

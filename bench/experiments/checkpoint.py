@@ -5,18 +5,18 @@ import shutil
 import tempfile
 import time
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, Callable
 
 import numpy as np
 from mpi4py import MPI
 
-from bench.statistics import median_interval
 import mm3d
 from bench.agreement import agree, broadcast_from_rank_0
 from bench.errors import UsageError, WrongResult, as_usage_error
-from bench.instruments.sampling import measured_environment
-from bench.instruments.timing import Limits, Repetitions
+from bench.instruments.sampling import measured_environment, take_samples_in_turns
+from bench.instruments.timing import Limits
 from bench.records.measurements import Check, Measurements, Variable
 from mm3d.checkpoints.stored_arrays import stored_arrays
 from mm3d.model.initial_values import draw_normal
@@ -34,7 +34,7 @@ def measure_checkpoint(comm: MPI.Intracomm, folder: Path, sizes: mm3d.ModelSizes
     Weights are divided among all ranks by the scheme "1d".  What was saved is restored and
     compared first.  Beside it each rank writes as many bytes as it holds to one plain file, waits
     until they are on the disk, and reads them.  Before each read the files are dropped from the
-    system's cache, where the system does so.  All four take turns.
+    system's cache, where the system does so.  All four take turns, in random order.
 
     Parameters
     ----------
@@ -173,16 +173,15 @@ class SavedModel:
 
     def sample(self, limits: Limits) -> tuple[list[list[float]], str]:
         """Take samples of all operations in turns; a sample is the slowest rank's seconds."""
-        acts = {"save": self.save, "disk write": self.write_plain, "restore": self.restore,
+        acts = {"save": self.save, "restore": self.restore, "disk write": self.write_plain,
                 "disk read": self.read_plain}
-        found: dict[str, list[float]] = {name: [] for name in OPERATIONS}
-        repetitions = Repetitions(limits, self.comm,
-                                  lambda: [*map(median_interval, found.values())])
-        for _ in repetitions:
-            for name, act in acts.items():
-                self._do(self.remove_saved if name == "save" else self.drop_from_cache)
-                found[name].append(self._do(act))
-        return [*found.values()], repetitions.ended_by
+
+        def sample(name: str) -> float:
+            self._do(self.remove_saved if name == "save" else self.drop_from_cache)
+            return self._do(acts[name])
+        self._do(self.write_plain)    # so that it can be read first
+        return take_samples_in_turns([partial(sample, name) for name in OPERATIONS], limits,
+                                     self.seed, self.comm)
 
     def _do(self, act: Callable[[], None]) -> float:
         """Return the seconds until all ranks have called `act`; OSError on all if one cannot."""

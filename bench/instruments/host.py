@@ -7,6 +7,7 @@ import platform
 import re
 import shlex
 import subprocess
+from functools import cache
 from pathlib import Path
 
 from threadpoolctl import threadpool_info, threadpool_limits
@@ -86,10 +87,15 @@ def describe_host(backend: str, ranks: int, mpi_library: str, command: str) -> d
         The MPI library's description of itself.
     command : str
         The command line without private data, as from `command_line`.
+
+    Notes
+    -----
+    The commit is that of `source_at_start`.  Source that has changed since then is not clean: what
+    was imported late was another's.
     """
     cores, local, sharing = (launcher.cores(), launcher.local_ranks(),
                              launcher.ranks_on_these_cores())
-    commit, clean = source_version()
+    commit, clean = source = source_at_start()
     tuning = {name: value for name, value in sorted(os.environ.items())
               if TUNING.fullmatch(name) and not name.startswith(VARIABLE)}
     slurm = {name: os.environ[f"SLURM_{name}"] for name in SLURM if f"SLURM_{name}" in os.environ}
@@ -102,7 +108,7 @@ def describe_host(backend: str, ranks: int, mpi_library: str, command: str) -> d
             "mpi": mpi_name(mpi_library),
             "tuning_variables": mask_variables(tuning), "slurm": mask_variables(slurm),
             "command": command,
-            "git_commit": commit, "git_clean": clean,
+            "git_commit": commit, "git_clean": clean and source_version() == source,
             **describe_quota(), **describe_cluster(Cluster.from_environment()),
             **backends.get(backend).describe_device(),
             **clock_speeds(), **_versions(), **describe_blas()}
@@ -222,6 +228,12 @@ def describe_blas() -> dict[str, Setting]:
                     "blas_architecture": library.get("architecture") or "unknown",
                     "blas_threads": library["num_threads"]}
     return {"blas": "unknown", "blas_architecture": "unknown", "blas_threads": 0}
+
+
+@cache
+def source_at_start() -> tuple[str, bool]:
+    """Return `source_version` as of the first call, which verbs make before they measure."""
+    return source_version()
 
 
 def source_version(root: Path = ROOT) -> tuple[str, bool]:

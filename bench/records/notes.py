@@ -6,6 +6,7 @@ import numpy as np
 
 from bench.cluster.spec import Cluster
 from bench.records.measurements import Check, Measurements, Setting
+from bench.records.schema import UNKNOWN
 from mm3d.transport import choice
 
 MODELLED = "real messages, modelled arithmetic"    # of ranks that wait, with links between them
@@ -17,6 +18,11 @@ def describe_cluster(environment: Mapping[str, Setting]) -> str:
     """Return "emulated cluster, " with the nodes, ranks and link rate of a run; "" for none."""
     text = environment.get("emulated_cluster")
     return Cluster.parse(str(text)).describe() if text else ""
+
+
+def describe_source(commit: Setting, clean: Setting) -> str:
+    """Return the beginning of a commit, and whether the source had changes; or `UNKNOWN`."""
+    return f"{str(commit)[:12]}{' with changes' * (not clean and commit != UNKNOWN)}"
 
 
 def describe_libraries(environment: Mapping[str, Setting], kernels: str = "{}") -> str:

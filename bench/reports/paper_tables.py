@@ -12,9 +12,9 @@ from bench.cases.variants import recorded_variant
 from bench.instruments import step_seconds
 from bench.records.folder import (FolderContents, Key, Results, is_crowded, most_oversubscribed,
                                   row_of, share_cores)
-from bench.records.schema import UNKNOWN
 from bench.records.model_run import Run
-from bench.records.notes import counted, describe_cluster, describe_libraries, split_checks
+from bench.records.notes import (counted, describe_cluster, describe_libraries, describe_source,
+                                 split_checks)
 from bench.reports import certainty, emulated, merit_rows, micro_tables, speed_ups
 from bench.document import Column, Notes, Number, Part, Rows, Table, number_cell
 from mm3d.tracing.events import PHASES
@@ -210,14 +210,13 @@ def machine_notes(results: Results) -> list[str]:
     found: dict[str, dict[Key, None]] = {}
     for run in sorted(results.shown_runs(), key=row_of):
         env = run.environment
-        changed = not env["git_clean"] and env["git_commit"] != UNKNOWN
-        commit = env["git_commit"][:12] + " with changes" * changed
         cluster = describe_cluster(env)
         about = (f"{env['cpu_model']}, {env['cores']} cores; {cluster}{'; ' * bool(cluster)}"
                  f"{env['mpi']}; "
                  f"{describe_libraries(env, 'with {} kernels')}, "
                  f"{counted(env['blas_threads'], 'thread')} a rank; backend {env['backend']}, "
-                 f"NumPy {env['numpy_version']}, Python {env['python']}; source {commit}.")
+                 f"NumPy {env['numpy_version']}, Python {env['python']}; "
+                 f"source {describe_source(env['git_commit'], env['git_clean'])}.")
         found.setdefault(about, {})[row_of(run)[0]] = None
     every = set().union(*found.values())
     return [f"Machine{f' of {_together(keys, every)}' * (len(found) > 1)}: {about}"

@@ -42,8 +42,8 @@ NARROWER = {
                       "bench.statistics", "bench.least_squares", "mm3d.arrays", "mm3d.transport",
                       "mm3d.model"},
     "jobs": {"mm3d", "bench.cases", "bench.document", "bench.errors", "bench.text_files",
-             "bench.prediction", "bench.records", "bench.reports", "bench.command_line",
-             "bench.verbs", "bench.mpi"}}
+             "bench.instruments", "bench.prediction", "bench.records", "bench.reports",
+             "bench.command_line", "bench.verbs", "bench.mpi"}}
 PACKAGES = {
     "cupy": "mm3d.arrays bench.doctor", "cupy_backends": "mm3d.arrays",
     "ml_dtypes": "mm3d.arrays bench.checks", "numba": "mm3d.arrays",

@@ -605,6 +605,47 @@ def test_books_that_a_full_disk_has_torn(tmp_path):
     assert standings.read_submitted(mine) == {ROW.name: ["6", "7"]}
 
 
+def test_a_row_whose_source_is_not_the_submitted_one_is_named(tmp_path, commands, capsys):
+    commands.answer("squeue", "")
+    commands.answer("sbatch", "echo 77")
+    name = site_file(tmp_path)
+    mine = work(tmp_path, name)
+    verb = ["--site", name, "--table", "weak", "--scheme", "3d", "--ranks", "8", "--preset",
+            "tiny", "--out", str(tmp_path / "out")]
+    assert main(["submit", *verb]) == 0
+    now = standings.present_source()
+    assert f"commit {now}; a job runs the source as it is when it" in capsys.readouterr().out
+    commands.answer("squeue", "echo '77|PENDING|Priority'")
+    begin = "warning: submitted from commit fedcba987654, "
+    for then, said in ((now, ""),
+                       ("fedcba987654", f"{begin}waits, and would run from {now}: {ROW.title}\n")):
+        path = standings.submissions_file(mine)
+        path.write_text(path.read_text().replace(now, then))
+        assert main(["status", *verb]) == 0
+        assert capsys.readouterr().err == said
+    journal.check_folder(mine.runs(ROW))
+    run_file.write_run(made_up(ROW.row), mine.runs(ROW), ROW.name)
+    said = f"{begin}ran from 0123456789ab: {ROW.title}\n"
+    assert main(["status", *verb]) == 0 and capsys.readouterr().err == said
+    assert main(["collect", *verb]) == 0 and said in capsys.readouterr().err
+
+
+def test_an_element_of_an_array_runs_the_script_that_was_submitted(tmp_path):
+    """Also when a row's script is rendered anew, with other options, before it starts."""
+    env = stubs(tmp_path)
+    mine = work(tmp_path, site_file(tmp_path, GOOD + '[software]\npython = "python"\n'))
+    rows = [make_case(row, "tiny") for row in select_rows("all", "3d") if row.gpus == 8]
+    array = tmp_path / "array.sh"
+    array.write_text(scripts.array_script(mine, rows))
+    for one in rows:
+        journal.check_folder(mine.folder)
+        mine.script(one).write_text("exit 9")
+    element = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "1"}
+    assert bash(array, env, **element).returncode == 0
+    assert (mine.runs(rows[1]) / "ended-5_1").read_text() == "done\n"
+    assert not mine.runs(rows[0]).exists() and "--table=strong" in (tmp_path / "said").read_text()
+
+
 @pytest.mark.parametrize("array, job", [((), "77"), (("--array",), "77_0")])
 def test_a_job_that_cannot_be_noted_is_named(
         commands, tmp_path, monkeypatch, capsys, array, job):

@@ -223,4 +223,5 @@ def computed_step(number: int, **more) -> Measurements:
     kept = ("samples", "words", *["predicted"] * bool(chosen["predicted_by"]))
     return replace(waited, configuration=chosen, raw={name: waited.raw[name] for name in kept},
                    environment={"ranks": 8, "cores": 8, "node_of_rank": "0 0 0 0 1 1 1 1",
-                                "backend": "numpy", "cpu_model": "a processor"})
+                                "backend": "numpy", "cpu_model": "a processor",
+                                "git_commit": "0123456789abcdef", "git_clean": True})

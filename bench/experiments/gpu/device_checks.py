@@ -12,9 +12,8 @@ from mpi4py import MPI
 import mm3d
 from bench.checks import against_serial, operation
 from bench.checks.against_serial import worst_error
-from bench.checks.freivalds import EPS
+from bench.checks.freivalds import EPS, require_passed
 from bench.checks.rounding import rounding_backend
-from bench.errors import WrongResult
 from bench.experiments.gpu import gpu_cases
 from bench.experiments.gpu.gpt_steps import FEW, GptStep, TorchGptStep, gradients_of, make_gpt
 from bench.experiments.gpu.gpu_cases import Mode
@@ -176,15 +175,6 @@ def graph_problem(backend: Backend) -> str:
     except (NotImplementedError, RuntimeError, ValueError) as error:
         return str(error)
     return ""
-
-
-def require_passed(found: list[Check]) -> list[Check]:
-    """Return the checks; WrongResult when one did not pass."""
-    for check in found:
-        if not check.passed:
-            raise WrongResult(f"{check.quantity} is off by {check.error:.2g}, tolerance "
-                              f"{check.tolerance:.2g}")
-    return found
 
 
 def _relative(found: np.ndarray, expected: np.ndarray) -> float:

@@ -18,7 +18,8 @@ from mpi4py import MPI
 import mm3d
 from bench.cases.variants import schemes_with_option
 from bench.checks import against_serial
-from bench.errors import UsageError, reject
+from bench.checks.freivalds import require_passed
+from bench.errors import UsageError, WrongResult
 from bench.experiments.products import operands
 from bench.experiments.products.problem import LocalProducts
 from bench.experiments.torch.child import TorchProcesses
@@ -132,6 +133,7 @@ def measure_layer(subject: MeasuredLayer, beside: tuple[str, str] | None, overla
     """
     comm, scheme = subject.scheme.grid.comm, subject.scheme
     name, python = beside or ("", "")
+    differs = f"differs from {name or 'the serial scheme'}: "
     if overlap:
         check_overlap(scheme.name)
     if name == COLOSSAL:
@@ -140,15 +142,14 @@ def measure_layer(subject: MeasuredLayer, beside: tuple[str, str] | None, overla
     memory = comm.gather(subject.footprint.peaks())
     kernels = None
     with closing(start_beside(subject, name, python)) if beside else nullcontext() as reference:
-        checks = subject.check_step(results, reference)
-        reject(failure_message(checks, name))
+        checks = require_passed(subject.check_step(results, reference), differs)
         del results
         counted = count_sides(subject, name, reference)
         if reference:
             kernels = compare_kernels(observe_products(subject.step, scheme.grid), subject.dtype,
                                       scheme.grid.backend, reference, subject.seed)
         variables, ended_by, again = time_layer(subject, overlap, limits, reference)
-        reject(failure_message(again, name), "after the last repetition, ")
+        checks += require_passed(again, f"after the last repetition, {differs}")
     environs = measured_environment(scheme.grid.backend.name, comm)
     if memory is None:
         return None
@@ -160,18 +161,13 @@ def measure_layer(subject: MeasuredLayer, beside: tuple[str, str] | None, overla
     variables |= {"memory": Variable(np.array(memory).T, "byte", ("account", "rank")),
                   **{what: Variable(values, "1", ("side", "rank"))
                      for what, values in zip(("calls", "words"), counted)}}
-    record = layer_record(subject, name, variables, settings, environs, checks + again)
+    record = layer_record(subject, name, variables, settings, environs, checks)
     return add_kernels(record, kernels, record.variables["flops"].values)
 
 
 def scheme_options(scheme: mm3d.Scheme) -> dict[str, str]:
     """Return the options of a scheme that a record has."""
     return {"keep": scheme.keep} if hasattr(scheme, "keep") else {}
-
-
-def failure_message(checks: list[Check], beside: str) -> str | None:
-    """Describe failed checks as `against_serial.failure_message`, naming the other side."""
-    return against_serial.failure_message(checks, beside or "the serial scheme")
 
 
 def start_beside(subject: MeasuredLayer, beside: str, python: str) -> TorchProcesses:
@@ -206,7 +202,8 @@ def count_sides(subject: MeasuredLayer, beside: str,
         if len(means) > 1 and keep == "both" and np.ptp(means) > 0.5:
             problem = (f"a rank moves {means[0]:.1f} words in the mean, and {means[1]:.1f} with "
                        f"{COLOSSAL}: with --keep both they should be equal")
-    reject(comm.bcast(problem))
+    if problem := comm.bcast(problem):
+        raise WrongResult(problem)
     return everyone
 
 

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 import mm3d
-from bench.checks import against_serial
-from bench.errors import reject
+from bench.checks.freivalds import require_passed
 from bench.experiments.pipeline.reference import STEPS, TorchPipeline, gather_actions
 from bench.experiments.pipeline.subject import (ABOUT_WORK, ActionTimes, LayersSubject,
                                                 PipelineCase)
@@ -121,13 +120,10 @@ def sample_step(subject: Any, actions: ActionTimes, clock: Clock) -> Sample:
 
 def check_both(subject: Any, reference: TorchPipeline | None, when: str = "") -> list[Check]:
     """Return the checks of both sides; WrongResult, on all ranks, when one did not pass."""
-    checks = subject.check()
-    both = [(checks, "the model in one stage")]
-    if reference:
-        both.append((reference.check(), "this pipeline"))
-    for found, expected in both:
-        reject(against_serial.failure_message(found, expected), when)
-    return [check for found, _ in both for check in found]
+    checks = require_passed(subject.check(), f"{when}differs from the model in one stage: ")
+    if not reference:
+        return checks
+    return checks + require_passed(reference.check(), f"{when}differs from this pipeline: ")
 
 
 def case_settings(mesh: Mesh, case: PipelineCase) -> dict[str, Setting]:

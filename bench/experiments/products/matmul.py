@@ -15,7 +15,7 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from bench.checks import freivalds
-from bench.errors import reject
+from bench.checks.freivalds import require_passed
 from bench.experiments.products import operands
 from bench.experiments.products.problem import Problem, LocalProducts, WholeProduct
 from bench.instruments.clock import Clock
@@ -69,8 +69,7 @@ def measure_product(problem: Problem, backward: bool, calls: int | None, limits:
     with watched(grid):
         times, calls, ended_by, last = time_product(problem, replays, calls, limits, seed)
     again = [check for results in last.values()
-             for check in check_results(problem, results, seed + 1)]
-    reject(freivalds.failure_message(again), "after the last repetition, ")
+             for check in check_results(problem, results, seed + 1, "after the last repetition, ")]
     everyone = grid.comm.gather(words)
     environs = measured_environment(grid.backend.name, grid.comm)
     if everyone is None:
@@ -102,7 +101,6 @@ def verify_product(problem: Problem, phases: Sequence[str],
         words.append(sum(traffic.words for traffic in problem.grid.traffic().values()))
         checks += check_results(problem, replays[phase].result, seed)
         replays[phase].result = None
-    reject(freivalds.failure_message(checks))
     return replays, words, checks
 
 
@@ -117,8 +115,9 @@ def product_settings(problem: Problem) -> dict[str, Setting]:
             "one_process_cores": launcher.process_cores()}
 
 
-def check_results(problem: Problem, results: dict[str, Array], seed: int) -> list[Check]:
-    """Check C, or dA and dB, and that all copies of one are alike."""
+def check_results(problem: Problem, results: dict[str, Array], seed: int,
+                  when: str = "") -> list[Check]:
+    """Check C, or dA and dB, and that all copies of one are alike; WrongResult if they are not."""
     found = []
     for name, block in results.items():
         matrix = name.removeprefix("d")
@@ -127,7 +126,7 @@ def check_results(problem: Problem, results: dict[str, Array], seed: int) -> lis
         if problem.copied_along(matrix):
             found.append(Check(f"copies of {name}", problem.copies_differ(matrix, block),
                                found[-1].tolerance))
-    return found
+    return require_passed(found, when)
 
 
 def time_product(problem: Problem, replays: dict[str, LocalProducts], calls: int | None,

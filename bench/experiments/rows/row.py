@@ -11,7 +11,8 @@ from bench.cases.case import Case
 from bench.cases.row_stack import row_stack
 from bench.checks import against_serial, layer_residuals
 from bench.cluster.spec import Cluster
-from bench.errors import Failed, reject
+from bench.checks.freivalds import require_passed
+from bench.errors import Failed
 from bench.experiments.rows.dilation import note_dilation, run_free, set_links
 from bench.experiments.rows.record import row_configuration, row_record
 from bench.experiments.rows.settings import Settings, choose_grid
@@ -110,9 +111,8 @@ def measure_on_grid(one: Case, scheme, order: str, settings: Settings, peaks: Gr
     checks = verify_row(one, scheme, model, y, dx, settings)
     del y, dx
     if one.verified != one.sizes:
-        residuals = layer_residuals.check_step(model, x, dy, settings.seed)
-        reject(layer_residuals.failure_message(residuals), error=Failed)
-        checks += residuals
+        checks += require_passed(layer_residuals.check_step(model, x, dy, settings.seed),
+                                 "the measured model's own step is wrong: ", Failed)
     with (waiting_model(one, scheme, settings, order) if settings.waits
           else nullcontext(TimedModel(model, x, dy))) as timed:
         del model, x, dy
@@ -196,9 +196,8 @@ def verify_row(one: Case, scheme, model, y, dx, settings: Settings) -> list[Chec
             scheme, row_stack(one.variant, one.verified, settings.recompute, settings.seed))
         y, dx, _ = run_counted_step(checked, checked.random("input"),
                                     checked.random("output gradient"))
-    checks = against_serial.compare(checked, y, dx, one.variant.rounding)
-    reject(against_serial.failure_message(checks), error=Failed)
-    return checks
+    return require_passed(against_serial.compare(checked, y, dx, one.variant.rounding),
+                          "differs from the serial scheme: ", Failed)
 
 
 def run_counted_step(model, x, dy,

@@ -13,8 +13,9 @@ from mpi4py import MPI
 
 import mm3d
 from bench.cases.combined import TrainingCase
-from bench.checks.against_serial import TOLERANCES, failure_message, worst_error
-from bench.errors import Failed, reject
+from bench.checks.against_serial import TOLERANCES, worst_error
+from bench.checks.freivalds import require_passed
+from bench.errors import Failed
 from bench.experiments.rows.dilation import Dilation, note_dilation, run_free, set_links, slow_down
 from bench.experiments.rows.row import fail_on_value_error, free_at_end
 from bench.experiments.rows.settings import ModelledWork
@@ -133,9 +134,7 @@ def verify(model: mm3d.GPT, config: Config) -> list[Check]:
                         of_gradient if name.startswith("gradient") else of_loss)
                   for name, a in wanted.items()]
     wait_patiently(comm)
-    checks = comm.bcast(checks)
-    reject(failure_message(checks), error=Failed)
-    return checks
+    return require_passed(comm.bcast(checks), "differs from the serial scheme: ", Failed)
 
 
 def losses_and_gradients(training: TimedTraining) -> dict[str, np.ndarray]:

@@ -8,7 +8,8 @@ from typing import Sequence
 
 import numpy as np
 
-from bench.errors import UsageError, reject
+from bench.checks.freivalds import require_passed
+from bench.errors import UsageError
 from bench.experiments.torch.child import TorchProcesses
 from bench.experiments.torch.equal_kernels import add_kernels, compare_kernels, step_flops
 from bench.experiments.torch.parallel import KINDS
@@ -99,7 +100,7 @@ def measure_beside(subject: TimedTraining, python: str | None, kinds: Sequence[s
         losses = np.array([[one.result if side == OWN else mean_of_processes(one.result)
                             for one in samples] for side, samples in found.items()]).T
         checks += compare_losses(losses[-1], list(found), "last loss", LAST_LOSS)
-        reject(verification.difference_message(checks))
+        require_passed(checks)
         about = [f"{KINDS[kind]}: {one.about}" for kind, one in references.items()
                  if comm.rank == 0]
     parts = comm.gather(subject.trace(clock))
@@ -141,7 +142,7 @@ def compare_first_steps(subject: TimedTraining,
         checks += compare_losses(losses, sides, f"loss of step {number + 1}", LOSS)
         if not number:
             checks += compare_losses(norms, sides, "norm of the first gradient", NORM)
-    reject(verification.difference_message(checks))
+    require_passed(checks)
     return checks
 
 

@@ -1,11 +1,11 @@
 """Verify a model that is about to be trained, by a model in NumPy alone."""
 
 import math
-from typing import Any, Callable, Sequence
+from typing import Any, Callable
 
 import numpy as np
 
-from bench.errors import reject
+from bench.checks.freivalds import require_passed
 from bench.experiments.training import plain_gpt
 from bench.experiments.training.text import Batch
 from bench.records.measurements import Check
@@ -46,15 +46,7 @@ def verify(model: Any, batch: Batch, plan: Model, comm: Any) -> list[Check]:
             plan.experts, model.schedule.microbatches) if plan.experts else None
         checks = compare_with_plain(loss, state, gradients, batch, plan, routing)
     wait_patiently(comm)
-    checks = comm.bcast(checks)
-    reject(difference_message(checks))
-    return checks
-
-
-def difference_message(checks: Sequence[Check]) -> str:
-    """Describe the checks that did not pass; "" when all did."""
-    return "; ".join(f"{one.quantity}: relative error {one.error:.3g}, at most "
-                     f"{one.tolerance:g} would do" for one in checks if not one.passed)
+    return require_passed(comm.bcast(checks))
 
 
 def compare_with_plain(loss: float, state: plain_gpt.State, gradients: plain_gpt.State,

@@ -43,7 +43,7 @@ def test_a_right_step_passes_on_every_grid(comm, dtype, causal):
     for ranks, scheme, grid in GRIDS:
         if ranks == comm.size:
             checks = checked(model_of(comm, scheme, grid, dtype, causal, layers=2, heads=8))
-            assert layer_residuals.failure_message(checks) is None
+            assert all(check.passed for check in checks)
             assert all(c.error >= 0 for c in checks)
             assert {c.quantity for c in checks} == tolerances(2, dtype).keys()
             assert any(c.error > 0 for c in checks)
@@ -116,7 +116,6 @@ def test_a_fault_of_one_rank_is_found_and_named(comm, fault):
     found = [c.quantity for c in checks if not c.passed]
     assert any(named in quantity for quantity in found), found
     assert comm.allgather(checks) == [checks] * comm.size
-    assert "no times were written" in layer_residuals.failure_message(checks)
 
 
 def faulty(model, layer, change):

@@ -25,6 +25,7 @@ from bench.experiments.rows import reproduction, row
 from bench.instruments import host
 from bench.instruments.host import command_line
 from bench.records import atomic, run_file, schema
+from bench.records.measurements import Check
 from bench.reports.paper_tables import words_agree
 from bench.verbs import reproduce as reproduce_verb
 from jobs import scripts, site
@@ -134,9 +135,9 @@ def spoil_copy(model, dx):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("what, said", [
-    (scale_gradient, r"gradient of layers.0.attention.qkv.weight has a relative error of 0.00\d+, "
-                     r"tolerance 5e-05 \(1 of 14 quantities fail\)"),
-    (spoil_all, "input gradient has a relative error of nan")])
+    (scale_gradient, r"gradient of layers.0.attention.qkv.weight is off by 0.00\d+, "
+                     r"tolerance 5e-05 \(1 of 14 checks fail\)"),
+    (spoil_all, "input gradient is off by nan")])
 def test_a_wrong_result_writes_no_times(comm, shared_tmp_path, monkeypatch, what, said):
     """Each row is named, and the second is tried although the first has failed."""
     lines = perturbed(comm, shared_tmp_path, monkeypatch, what, "--scheme",
@@ -151,8 +152,7 @@ def test_one_wrong_copy_is_a_wrong_result(comm, shared_tmp_path, monkeypatch):
     """In 1-D every rank holds the whole of dx: seven are right, that of rank 0 as well."""
     said = perturbed(comm, shared_tmp_path, monkeypatch, spoil_copy, "--scheme", "1d", "--table",
                      "weak")
-    assert re.search(r"input gradient has a relative error of 0\.\d+.*1 of 14 quantities fail",
-                     said), said
+    assert re.search(r"input gradient is off by 0\.\d+.*1 of 14 checks fail", said), said
 
 
 @pytest.mark.ranks(1, slow=(4,))
@@ -163,7 +163,7 @@ def test_what_fails_on_all_ranks_gives_back_what_it_had(comm, shared_tmp_path, m
     monkeypatch.setattr(row.placement, "reorder_ranks",
                         lambda *arguments: made.append(placed(*arguments)) or made[-1])
     monkeypatch.setattr(mm3d.Grid, "free", lambda grid: grids.append(grid.comm) or free(grid))
-    monkeypatch.setattr(row.against_serial, "failure_message", lambda checks: "it is wrong")
+    monkeypatch.setattr(row.against_serial, "compare", lambda *given: [Check("it", 1.0, 0.0)])
     arguments = parser(["run"]).parse_args(["run", *TINY, "--scheme", "1d-sp", "--out",
                                             str(shared_tmp_path)])
     assert verbs.load("run").run(arguments, comm) == 1

@@ -106,7 +106,7 @@ def test_what_is_wrong_by_a_thousandth_gets_no_times(tmp_path, monkeypatch, caps
         return out
     monkeypatch.setattr(owner, name, wrong)
     monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(WrongResult, match="is off by|has a relative error"):
+    with pytest.raises(WrongResult, match="is off by"):
         measure_part(GpuBenchmark("numpy", "tiny", limits=Limits(2, 2)), part)
     assert not any(capsys.readouterr())
     if part == "gemm":

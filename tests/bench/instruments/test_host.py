@@ -2,6 +2,7 @@
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,12 @@ from bench.validation.files import list_warnings
 from records import made_up
 from support import ROOT
 
+GIT = ("git", "-c", "user.name=somebody", "-c", "user.email=somebody")
+
 
 def git(folder: Path, *words: str) -> str:
-    names = [word for name in ("name", "email") for word in ("-c", f"user.{name}=somebody")]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
-    return subprocess.run(["git", *names, "-C", str(folder), *words], check=True, text=True,
+    return subprocess.run([*GIT, "-C", str(folder), *words], check=True, text=True,
                           capture_output=True, env=environment).stdout.strip()
 
 
@@ -43,6 +45,37 @@ def source(tmp_path) -> Path:
 def test_a_run_records_the_commit_of_its_source():
     found = host.describe_host("numpy", 1, "MPI", "")
     assert (found["git_commit"], found["git_clean"]) == host.source_version(ROOT)
+
+
+CHANGING = """
+import argparse, subprocess, sys
+from bench.__main__ import run_on_all_ranks
+from bench.instruments import host
+
+def run(arguments, comm):
+    subprocess.run(sys.argv[1:], check=True)
+    found = host.describe_host("numpy", 1, "MPI", "")
+    print(found["git_commit"], found["git_clean"])
+    return 0
+
+run_on_all_ranks(run, argparse.Namespace())
+"""
+
+
+def test_a_run_records_the_commit_at_its_start_and_that_it_changed_meanwhile(tmp_path):
+    for folder in ("mm3d", "bench"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    (tmp_path / ".gitignore").write_text("__pycache__")
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-qm", "source")
+    commit = git(tmp_path, "rev-parse", "HEAD")
+    for change, clean in ((["true"], True),
+                          ([*GIT, "commit", "-q", "--allow-empty", "-m", "new"], False)):
+        done = subprocess.run([sys.executable, "-c", CHANGING, *change], text=True, cwd=tmp_path,
+                              env=os.environ | {"PYTHONPATH": str(tmp_path)}, check=True,
+                              stdout=subprocess.PIPE)
+        assert done.stdout.split() == [commit, str(clean)]
 
 
 def test_the_commit_of_the_source_whatever_the_environment_names(source, tmp_path, monkeypatch):
