@@ -44,7 +44,7 @@ class Texts:
         def drawn(text, renderer):
             draw(text, renderer)
             if text.get_visible() and text.get_text().strip():
-                self.found.setdefault(text.get_figure(root=True), {})[text] = (
+                self.found.setdefault(text.figure.figure, {})[text] = (
                     text.get_text(), text.get_window_extent(renderer))
         monkeypatch.setattr(Text, "draw", drawn)
         monkeypatch.setattr(Figure, "savefig",
