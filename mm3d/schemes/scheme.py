@@ -264,6 +264,18 @@ class Scheme(GridAlgorithm):
         `mm3d.schemes.product.Product.recompute_saved`, which saves no gathered operand.
         """
 
+    @classmethod
+    def transposed_moves(cls, sizes: Mapping[str, int], product: ProductShape,
+                         **options: Any) -> tuple[list[Move], list[Move]]:
+        """List the collectives of A = C B^T, of a product down, forward and backward.
+
+        By default they are those of a product up, of C and another matrix, that saves no gathered
+        operand.
+        """
+        M, N, K = product.extents
+        up = ProductShape("up", M, K, N, product.units[::-1])
+        return cls.product_moves(sizes, up, **options, recomputed=True)
+
     def spaces(self, batch: int, seq: int) -> tuple[Space, Space]:
         """Create the outer and the inner space for `batch` sequences of `seq` positions."""
         options = {name: getattr(self, name) for name in self.options}
