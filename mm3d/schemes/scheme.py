@@ -267,13 +267,8 @@ class Scheme(GridAlgorithm):
     @classmethod
     def transposed_moves(cls, sizes: Mapping[str, int], product: ProductShape,
                          **options: Any) -> tuple[list[Move], list[Move]]:
-        """List the collectives of A = C B^T, of a product down, forward and backward.
-
-        By default they are those of a product up, of C and another matrix, that saves no gathered
-        operand.
-        """
-        M, N, K = product.extents
-        up = ProductShape("up", M, K, N, product.units[::-1])
+        """List those of A = C B^T of a product down: by default as many as of one up, from C."""
+        up = product._replace(way="up", N=product.K, K=product.N)
         return cls.product_moves(sizes, up, **options, recomputed=True)
 
     def spaces(self, batch: int, seq: int) -> tuple[Space, Space]:
