@@ -35,15 +35,8 @@ class RoutingTotals:
 
     @property
     def entropy(self) -> float:
-        """Return the entropy of the experts' shares, divided by that of equal shares.
-
-        It is 1 when all experts get equally many tokens, and 0 when one of several gets them all.
-        """
-        got = self.chosen.sum(0)
-        if len(got) == 1 or not got.any():
-            return 1.0
-        share = got[got > 0] / got.sum()
-        return float(-(share * np.log(share)).sum() / math.log(len(got))) + 0.0
+        """Return the entropy of the experts' shares: 1 for equal ones, 0 for a single expert."""
+        return utilisation_entropy(self.chosen)
 
 
 def updated_bias(bias: np.ndarray, totals: np.ndarray, rate: float) -> np.ndarray:
@@ -63,3 +56,20 @@ def updated_bias(bias: np.ndarray, totals: np.ndarray, rate: float) -> np.ndarra
     """
     got = totals.sum(0)
     return bias + rate * np.sign(got.sum() - len(got) * got).astype(bias.dtype)
+
+
+def utilisation_entropy(totals: np.ndarray) -> float:
+    """Return the entropy of the experts' shares, divided by that of equal shares.
+
+    It is 1 when all experts get equally many tokens, and 0 when one expert gets them all.
+
+    Parameters
+    ----------
+    totals : ndarray of int64
+        (k, E), or (E,): tokens of each expert.
+    """
+    got = totals.reshape(-1, totals.shape[-1]).sum(0)
+    if len(got) == 1 or not got.any():
+        return 1.0
+    share = got[got > 0] / got.sum()
+    return float(-(share * np.log(share)).sum() / math.log(len(got))) + 0.0
