@@ -6,24 +6,25 @@ that only starts ``mpirun``, or an emulated cluster, must have none.
 
 import os
 import sys
+from contextlib import suppress
 from typing import Any
-
-import mpi4py
 
 
 def defer_start() -> None:
     """Let the first import of ``mpi4py.MPI`` not start MPI; `start` does."""
-    mpi4py.rc.initialize = False
-    mpi4py.rc.finalize = True    # at the end of the interpreter, if it has been started
+    with suppress(ModuleNotFoundError):    # mm3d says what to do about it
+        import mpi4py
+        mpi4py.rc.initialize = False
+        mpi4py.rc.finalize = True    # at the end of the interpreter, if it has been started
 
 
 def start() -> None:
     """Start MPI as ``mpi4py.MPI`` does by default; nothing if it has been started."""
     from mm3d import mpi_start    # mm3d before MPI
-    from mpi4py import MPI
+    from mpi4py import MPI, rc
     if not MPI.Is_initialized():
         with mpi_start.starting():
-            MPI.Init_thread(getattr(MPI, f"THREAD_{mpi4py.rc.thread_level.upper()}"))
+            MPI.Init_thread(getattr(MPI, f"THREAD_{rc.thread_level.upper()}"))
 
 
 def expect_interrupt(starting: bool) -> None:

@@ -8,3 +8,5 @@ from bench import mpi
 
 # MPI libraries that only start under a launcher, such as Cray's, end a process on a login node.
 mpi.defer_start()
+
+import mm3d  # noqa: E402, F401 (it says what this Python lacks, before another import fails)

@@ -19,6 +19,8 @@ mpi_start.leave_job()         # before the launcher's variables are read
 blas_kernels.set_default()    # before NumPy and MPI start, which read the environment once
 launcher.set_defaults()
 
+mpi_start.check_packages()
+
 from mm3d.arrays import cupy_backend  # noqa: E402
 
 # Before MPI starts: an MPI that finds no device context treats device memory as host memory.

@@ -25,6 +25,21 @@ MARK = "_MM3D_LAUNCH"    # a process that a launcher has started, and by which v
 NO_CONNECTION = "no connection"
 
 
+def check_packages() -> None:
+    """Raise SystemExit with status 2 where this Python lacks what `import mm3d` needs.
+
+    The first rank says so: most likely the environment that has it is not activated.
+    """
+    try:
+        import mpi4py  # noqa: F401
+        import numpy  # noqa: F401
+    except ModuleNotFoundError as error:
+        if not launcher.launcher_rank():
+            complain(f"error: {sys.executable} has no {error.name}: activate the environment "
+                     "where mm3d is installed, or pip install -e '.[mpi]' in its clone")
+        raise SystemExit(2) from error
+
+
 def import_mpi() -> None:
     """Import ``mpi4py.MPI``, which starts MPI unless ``mpi4py.rc`` says otherwise.
 

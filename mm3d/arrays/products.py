@@ -60,9 +60,5 @@ def _multiply(a: Array, b: Array, shape: tuple[int, ...], dtype: Any,
     """Multiply two matrices into a new array of `shape`."""
     backend = backend_of(a)
     c = (empty or backend.empty)(shape, dtype)
-    out = reshape(c, (a.shape[0], b.shape[1]))
-    if progress is None:
-        backend.gemm(a, b, out)
-    else:
-        backend.gemm(a, b, out, progress=progress)
+    backend.gemm(a, b, reshape(c, (a.shape[0], b.shape[1])), progress)
     return c

@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Iterable, Iterator
 
-DIRECTIONS = "xyz"    # the default where a text gives sizes alone
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class GridShape(Mapping[str, int]):
@@ -71,15 +69,15 @@ class GridShape(Mapping[str, int]):
         return sizes if isinstance(sizes, cls) else cls(tuple(sizes), tuple(sizes.values()))
 
     @classmethod
-    def parse(cls, text: str, directions: str | None = None) -> "GridShape":
+    def parse(cls, text: str, directions: str) -> "GridShape":
         """Return the shape written as ``2x2x2`` or ``2 x 2 x 2``.
 
         Parameters
         ----------
         text : str
             The sizes, with an x between them.
-        directions : str, optional
-            Their directions, as in ``"xyz"`` or ``"x y z"``; by default the first of x, y, z.
+        directions : str
+            Their directions, as in ``"xyz"`` or ``"x y z"``.
 
         Raises
         ------
@@ -90,8 +88,6 @@ class GridShape(Mapping[str, int]):
             sizes = tuple(map(int, text.split("x"))) if text.strip() else ()
         except ValueError:
             raise ValueError(f"{text!r} is no shape of a grid: give sizes as in 2x2x2") from None
-        if directions is None:
-            directions = DIRECTIONS[:len(sizes)]
         return cls(directions.replace(" ", ""), sizes)
 
     def __getitem__(self, direction: str) -> int:

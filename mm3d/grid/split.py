@@ -78,9 +78,7 @@ class Split:
 
     def broadcast(self, a: Array, root: int) -> Array:
         """Broadcast the block of the rank `root` to all ranks."""
-        if self.axis.rank != root:
-            a = self._empty_block(a, root)
-        return self.axis.broadcast(a, root)
+        return self.axis.broadcast(self._held_block(a, root), root)
 
     def all_to_all(self, a: Array) -> Array:
         """Send every rank its block of `a`, in which the dimension is whole.
@@ -110,9 +108,7 @@ class Split:
 
     def begin_broadcast(self, a: Array, root: int) -> Pending:
         """Start a `broadcast` that may run while this rank computes."""
-        if self.axis.rank != root:
-            a = self._empty_block(a, root)
-        return self.axis.begin_broadcast(a, root)
+        return self.axis.begin_broadcast(self._held_block(a, root), root)
 
     def begin_reduce(self, a: Array, root: int) -> Pending:
         """Start a `reduce` that may run while this rank computes."""
@@ -122,9 +118,12 @@ class Split:
         """Return the sum of the terms of the block of `root`, on that rank; None on the others."""
         return self.axis.reduce(a, root)
 
-    def _empty_block(self, a: Array, rank: int) -> Array:
-        """Allocate memory for the block of `rank`, like `a` but for the length."""
-        shape = resized_shape(a.shape, self.dim, self.counts[rank])
+    def _held_block(self, a: Array, root: int) -> Array:
+        """Return `a` on `root`, and memory for its block elsewhere, like `a` but for the length.
+        """
+        if self.axis.rank == root:
+            return a
+        shape = resized_shape(a.shape, self.dim, self.counts[root])
         return self.axis.backend.empty(shape, a.dtype)
 
 
@@ -146,9 +145,7 @@ class FaceSplit(Split):
         """Allocate this rank's block, of local `shape`."""
         return self.axis.backend.empty(shape, dtype)
 
-    def term(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Allocate this rank's term of a sum, for `reduce_scatter`, as `reduce_term` does."""
-        return self.reduce_term(shape, dtype)
+    term = Split.reduce_term    # a reduce-scatter is a reduction
 
     def all_gather(self, a: Array) -> Array:
         """Broadcast the block of the first rank."""

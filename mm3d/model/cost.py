@@ -189,7 +189,8 @@ def moves(scheme: str, grid: Mapping[str, int], sizes: ModelSizes, recompute: st
     recompute : str
         Policy of recomputation; what it repeats is part of backward.
     experts : ExpertOptions, optional
-        Options of experts; no token is dropped.
+        Options of experts; no token is dropped.  Their words are exact along each direction, but
+        of other kinds of collectives where a scheme broadcasts.
     **options
         Options of the scheme.
 

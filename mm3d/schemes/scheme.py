@@ -264,6 +264,13 @@ class Scheme(GridAlgorithm):
         `mm3d.schemes.product.Product.recompute_saved`, which saves no gathered operand.
         """
 
+    @classmethod
+    def transposed_moves(cls, sizes: Mapping[str, int], product: ProductShape,
+                         **options: Any) -> tuple[list[Move], list[Move]]:
+        """List those of A = C B^T of a product down: by default as many as of one up, from C."""
+        up = product._replace(way="up", N=product.K, K=product.N)
+        return cls.product_moves(sizes, up, **options, recomputed=True)
+
     def spaces(self, batch: int, seq: int) -> tuple[Space, Space]:
         """Create the outer and the inner space for `batch` sequences of `seq` positions."""
         options = {name: getattr(self, name) for name in self.options}

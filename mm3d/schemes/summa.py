@@ -192,8 +192,17 @@ class Summa(Scheme):
     def product_moves(cls, sizes: Mapping[str, int], product: ProductShape,
                       **options: Any) -> tuple[list[Move], list[Move]]:
         """List q broadcasts of A and of B; backward adds q reductions of each gradient."""
-        forward = cls._broadcasts(sizes, product)
-        return forward, forward + [move._replace(collective="reduce") for move in forward]
+        A, B = cls._broadcasts(sizes, product)
+        return [A, B], [A, B, A._replace(collective="reduce"),
+                        *cls._gradient_sums(sizes, product)]
+
+    @classmethod
+    def transposed_moves(cls, sizes: Mapping[str, int], product: ProductShape,
+                         **options: Any) -> tuple[list[Move], list[Move]]:
+        """List q broadcasts of B and q reductions of A; backward broadcasts dA twice, and no C."""
+        A, B = cls._broadcasts(sizes, product)
+        return ([B, A._replace(collective="reduce")],
+                [A, B, A, *cls._gradient_sums(sizes, product)])
 
     @classmethod
     def _broadcasts(cls, sizes: Mapping[str, int], product: ProductShape) -> list[Move]:
@@ -201,3 +210,8 @@ class Summa(Scheme):
         q, (M, N, K) = sizes["x"], product.extents
         return [Move("y", "broadcast", (q - 1) * M * N, q),
                 Move("x", "broadcast", (q - 1) * N * K, q)]
+
+    @classmethod
+    def _gradient_sums(cls, sizes: Mapping[str, int], product: ProductShape) -> list[Move]:
+        """List q reductions of dB along x."""
+        return [cls._broadcasts(sizes, product)[1]._replace(collective="reduce")]

@@ -111,18 +111,17 @@ class Tesseract(Summa):
         return TesseractProduct(super().product(source, target, shape, units), self.grid.z)
 
     @classmethod
-    def product_moves(cls, sizes: Mapping[str, int], product: ProductShape,
-                      **options: Any) -> tuple[list[Move], list[Move]]:
-        """List q broadcasts of A and of B; backward adds q reductions of each, and dB's sum.
-
-        A rank moves 3 (q-1) (MN / (d q^2) + NK / q^2) + 2 (d-1)/d NK / q^2 words in all.
-        """
-        forward, backward = super().product_moves(sizes, product)
-        whole = 2 * (sizes["z"] - 1) * product.N * product.K
-        return forward, [*backward, Move("z", "all_reduce", whole)]
-
-    @classmethod
     def _broadcasts(cls, sizes: Mapping[str, int], product: ProductShape) -> list[Move]:
         """List `Summa`'s broadcasts: A, whose rows the layers share, and B once in each layer."""
         A, B = super()._broadcasts(sizes, product)
         return [A, B._replace(words=B.words * sizes["z"])]
+
+    @classmethod
+    def _gradient_sums(cls, sizes: Mapping[str, int], product: ProductShape) -> list[Move]:
+        """List q reductions of dB in each layer, and its sum over the layers.
+
+        A rank moves 3 (q-1) (MN / (d q^2) + NK / q^2) + 2 (d-1)/d NK / q^2 words in A B, forward
+        and backward.
+        """
+        whole = 2 * (sizes["z"] - 1) * product.N * product.K
+        return [*super()._gradient_sums(sizes, product), Move("z", "all_reduce", whole)]

@@ -53,6 +53,17 @@ def test_an_mpi_that_is_not_there_is_said_in_one_line(tmp_path):
         "of the MPI that it was built with, or pip install mpich\n")
 
 
+@pytest.mark.parametrize("missing", ["mpi4py", "numpy"])
+@pytest.mark.parametrize("program", [("-c", "import mm3d"), ("-m", "bench"), ("-m", "jobs")])
+def test_a_python_without_the_packages_of_mm3d_says_so_in_one_line(tmp_path, missing, program):
+    (tmp_path / f"{missing}.py").write_text(
+        f"raise ModuleNotFoundError('No module named {missing}', name='{missing}')")
+    done = run_python(*program, PYTHONPATH=str(tmp_path))
+    assert done.returncode == 2 and not done.stdout and done.stderr == (
+        f"error: {sys.executable} has no {missing}: activate the environment where mm3d is "
+        "installed, or pip install -e '.[mpi]' in its clone\n")
+
+
 @pytest.mark.slow_but_first
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("how, size", [("spawn", 1), ("forkserver", 1), ("fork", 2)])

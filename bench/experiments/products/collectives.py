@@ -17,7 +17,7 @@ from bench.instruments.sampling import (makespans_in_turns, measure_in_random_or
 from bench.instruments.timing import Limits
 from bench.records.measurements import Check, Measurements, Variable, grid_settings
 from mm3d.grid.axis import COLLECTIVES
-from mm3d.grid.shape import DIRECTIONS, GridShape
+from mm3d.grid.shape import GridShape
 from mm3d.grid.split import Split
 from mm3d.schemes import find_scheme
 
@@ -65,7 +65,7 @@ def collective_grid(comm: MPI.Intracomm, sizes: Sequence[int] | None = None,
         sizes = sizes or find_scheme("3d").default_grid(comm.size)
         if len(sizes) > 3:
             raise ValueError(f"--grid {'x'.join(map(str, sizes))}: at most three directions")
-        grid = mm3d.Grid(comm, backend, **GridShape(DIRECTIONS[:len(sizes)], sizes))
+        grid = mm3d.Grid(comm, backend, **GridShape("xyz"[:len(sizes)], sizes))
     communicating_directions(grid)
     return grid
 

@@ -232,6 +232,8 @@ def _screened_ends(training: Training, layer: Layer) -> tuple[PhaseWork, PhaseWo
     """Return the work of the ends, forward and backward, by closed forms."""
     machine, gpt, kind = training.machine, training.gpt, find_scheme(layer.scheme)
     shape = ProductShape("up", layer.micro * layer.positions(training), gpt.hidden, gpt.vocab)
+    both = (kind.transposed_moves(layer.grid, ProductShape("down", shape.M, shape.K, shape.N))
+            if gpt.tied else kind.product_moves(layer.grid, shape))
     size = itemsize(training.dtype)
     product = sum(one.count * gemm_seconds(machine, Gemm(1, *one[:3], training.dtype))
                   for one in kind.local_products(layer.grid, shape))
@@ -240,8 +242,7 @@ def _screened_ends(training: Training, layer: Layer) -> tuple[PhaseWork, PhaseWo
         "gemm": times * product,
         "memory": float(passes @ arrays) * size / machine.memory_bandwidth}),
         collectives_of(moves, layer.grid, size))
-        for times, passes, moves in zip((1, 2), np.array(END_PASSES[machine.kernels]),
-                                        kind.product_moves(layer.grid, shape)))
+        for times, passes, moves in zip((1, 2), np.array(END_PASSES[machine.kernels]), both))
 
 
 @cache

@@ -115,8 +115,8 @@ class Attention:
         x, lse = saved
         q, k, v = self._gather_qkv(x)
         dx = self.empty_qkv(x.dtype)
-        dq, do = self._split_heads(dx), self._split_heads(dy, self.group)
-        dkv, term = dq[:, :, self.group:, ...], None
+        by_head, do = self._split_heads(dx), self._split_heads(dy, self.group)
+        dkv, term = by_head[:, :, self.group:, ...], None
         splits = [one for one in (self.chunks, self.split) if one is not None]
         if splits:
             dkv = splits[0].term((k.shape[0], k.shape[1], 2, *k.shape[2:]), x.dtype)
@@ -130,14 +130,14 @@ class Attention:
             into = (dkv if term is None else term)[:, keys, ...]
             self.pair[1](
                 do[:, own, :, n, :], q[:, own, n, ...], k[:, keys, ...], v[:, keys, ...],
-                lse[number], first, limit, dq[:, own, n, ...], into[:, :, 0, ...],
+                lse[number], first, limit, by_head[:, own, n, ...], into[:, :, 0, ...],
                 into[:, :, 1, ...])
             if term is not None:
                 dkv[:, keys, ...] += into
         for split in splits:
             dkv = split.reduce_scatter(dkv)
         if splits:
-            dq[:, :, self.group:, ...] = dkv
+            by_head[:, :, self.group:, ...] = dkv
         return dx
 
 

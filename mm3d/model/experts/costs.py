@@ -53,9 +53,9 @@ def expert_moves(of: Words, sizes: ModelSizes, experts: ExpertOptions,
                  again: bool) -> tuple[Moves, Moves]:
     """List the collectives of the products, vectors, gates and counts of a layer of experts.
 
-    Its products move what one product of all rows moves, with the weights of all experts; but in
-    2.5-D gathered gradients of weights are summed over the layers, which is more.  The router, and
-    the counts of its choices, are not recomputed.
+    Its products move what one product of all rows moves that saves no gathered operand, with the
+    weights of all experts; but in 2.5-D gathered gradients of weights are summed over the layers,
+    which is more.  The router, and the counts of its choices, are not recomputed.
     """
     outer, inner, E = of.outer, of.inner, experts.count
     products = products_of("experts", sizes, experts)
@@ -67,8 +67,8 @@ def expert_moves(of: Words, sizes: ModelSizes, experts: ExpertOptions,
                          + [*inner.vector_reduce_moves(E * wide)] * n)
     for product in routed:
         # Without rows only the weight's words are left.
-        for own, one, weight in zip((forward, backward), of.product_moves(product),
-                                    of.product_moves(product._replace(M=0))):
+        for own, one, weight in zip((forward, backward), of.product_moves(product, True),
+                                    of.product_moves(product._replace(M=0), True)):
             own += [move._replace(words=move.words + (E - 1) * more.words)
                     for move, more in zip(one, weight, strict=True)]
     if not again:

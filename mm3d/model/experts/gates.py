@@ -59,15 +59,7 @@ def choose(logits: Array, experts: ExpertOptions, bias: Array | None = None,
         bias are chosen.
     assumed : ndarray of int64, optional
         (tokens, k): the choice to take where the logits have no contents.
-
-    Raises
-    ------
-    ValueError
-        When a bias is given that the gate does not use.
     """
-    if bias is not None and experts.gate != "sigmoid-bias":
-        raise ValueError(f"gate={experts.gate!r} uses no bias: bias=None, or "
-                         f"gate='sigmoid-bias', would do")
     library, xp, z = backend_of(logits), namespace(logits), upcast(logits)
     scores, slope, sought = z, None, z
     if experts.gate == "sigmoid-bias":

@@ -165,7 +165,7 @@ def _runs_of_replica(space: Space, first: int) -> tuple[np.ndarray, np.ndarray, 
         np.broadcast_to(part, math.prod(sizes))
         for one in layout.slices(grid, (space.batch, space.seq), places)
         for part in (one.start, one.stop - one.start))
-    whole = length == space.seq
+    whole = grid.ranks_along(layout.dims[1]) == 1
     runs = np.where(whole, 1, rows)
     ranks = np.repeat(np.arange(len(runs)), runs)
     number = np.arange(len(ranks)) - np.repeat(np.cumsum(runs) - runs, runs)

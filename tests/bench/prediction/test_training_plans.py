@@ -208,8 +208,10 @@ def test_closed_forms_of_a_gpts_ends_are_near_the_dry_run_of_this_librarys_kerne
     machine = msgspec.structs.replace(load_machine("dgx-a100"), kernels="own")
     asked, price = (Training(load_model("llama-3-8b"), 8, 8, 8192, "bfloat16", machine),
                     collective_price(machine))
-    for scheme, sizes, micro in (("1d", {"x": 1}, 1), ("1d", {"x": 1}, 8),
-                                 ("3d", {"x": 1, "y": 2, "z": 2}, 1)):
+    tied = replace(asked, gpt=msgspec.structs.replace(asked.gpt, tied=True))
+    for asked, scheme, sizes, micro in ((asked, "1d", {"x": 1}, 1), (asked, "1d", {"x": 1}, 8),
+                                        (asked, "3d", {"x": 1, "y": 2, "z": 2}, 1),
+                                        (tied, "2d", {"x": 2, "y": 2}, 8)):
         layer = Layer(scheme, GridShape.from_sizes(sizes), micro, "none", False)
         near = screened_work(layer, screen_layer(asked, layer), price)
         exact = traced_work(asked, layer, trace_layer(asked, layer))

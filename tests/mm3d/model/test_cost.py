@@ -13,7 +13,7 @@ from mm3d.model import cost
 from mm3d.schemes import cube
 from mm3d.schemes.closed_form import ProductShape
 from models import EACH_ONCE, Parallelism
-from reference import integers, on_grid, relative_error, total, words
+from reference import relative_error, total, words
 
 # Everything divides; nothing does, and there are fewer sequences and heads than ranks.
 MODELS = {"even": dict(layers=1, hidden=16, heads=8, batch=16, seq=8),
@@ -95,36 +95,18 @@ def check_model(comm, scheme, sizes, options, monkeypatch):
 
 # --- One product: the formula and the bound ------------------------------------------------
 
-def words_of_product(grid, m, n, k) -> int:
-    """Words that this rank moves for C = A B, A being m x n and B n x k."""
-    A, B, C = (mm3d.Layout(spec) for spec in ("xy,z", "z,yx", "xz,y"))
-    a, b, c = (A.split(grid, (m, n), "y"), B.split(grid, (n, k), "x"), C.split(grid, (m, k), "z"))
-    A_ijl, B_lji = A.shard(integers((m, n), 0), grid), B.shard(integers((n, k), 1), grid)
-    grid.reset_traffic()
-    cube.ab(A_ijl, B_lji, a, b, c)
-    return sum(words(grid).values())
-
-
-@pytest.mark.ranks(8)
-def test_words_reach_the_lower_bound(comm):
-    """Ratio 1.000 in each of its three regimes, counted, on every rank."""
-    for sizes, shape in (((2, 2, 2), (16, 16, 16)),       # three directions: a cube of a product
-                         ((4, 2, 1), (16, 2, 8)),         # two: a flat one
-                         ((1, 1, 8), (8, 64, 8))):        # one: a long one
-        with on_grid(comm, *sizes) as grid:
-            ratio = words_of_product(grid, *shape) / cost.lower_bound(*shape, comm.size)
-            assert ratio == pytest.approx(1, rel=1e-12), sizes
-
-
-@pytest.mark.parametrize("p", range(1, 9))
+@pytest.mark.parametrize("sizes, shape", [
+    ((4, 2, 1), (16, 2, 8)), ((1, 1, 8), (8, 64, 8)),    # flat, and long; then cubes
+    *(((p, p, p), 3 * (p ** 2 * 6,)) for p in range(1, 9))])
 @pytest.mark.parametrize("way", ["up", "down"])
-def test_every_cube_of_ranks_reaches_the_lower_bound(p, way):
-    """M = N = K on p x p x p ranks: 3 w(p) (n/p)^2 words a rank, the bound itself."""
-    n, sizes = p ** 2 * 6, dict(x=p, y=p, z=p)
-    forward, _ = cube.Cube.product_moves(sizes, ProductShape(way, n, n, n))
-    words, rest = divmod(sum(move.words for move in forward), p ** 3)
-    assert (words, rest) == (3 * (p - 1) * n ** 2 // p ** 3, 0)
-    assert words == pytest.approx(cost.lower_bound(n, n, n, p ** 3), rel=1e-12, abs=1e-6)
+def test_words_reach_the_lower_bound(sizes, shape, way):
+    """Ratio 1.000 in each of its three regimes."""
+    if way == "down":
+        sizes = sizes[0], sizes[2], sizes[1]
+    moves = cube.Cube.product_moves(dict(zip("xyz", sizes)), ProductShape(way, *shape))[0]
+    ranks = math.prod(sizes)
+    assert sum(move.words for move in moves) / ranks == pytest.approx(
+        cost.lower_bound(*shape, ranks), rel=1e-12, abs=1e-6)
 
 
 @pytest.mark.parametrize("m, n, k", [(64, 64, 64), (4096, 64, 256), (128, 1024, 64), (16, 8, 512)])

@@ -109,21 +109,22 @@ def check_linear_product(comm, scheme, way, options):
             assert np.array_equal(got, layout.shard(expected, scheme.grid)), (scheme, batch)
         for layout, local, a in zip(case.layouts, case.blocks, case.arrays):
             assert np.array_equal(local, layout.shard(a, scheme.grid)), (scheme, batch)
-    for phase, moves in zip(("forward", "backward"),
-                            scheme.product_moves(scheme.grid.shape,
-                                                 ProductShape(way, *case.sizes), **options)):
-        check_moves(comm, case, phase, moves)
+    shape, product, (A, B, C) = ProductShape(way, *case.sizes), case.product, case.blocks
+    forward, backward = scheme.product_moves(scheme.grid.shape, shape, **options)
+    saved = check_moves(case, forward, product.forward, A, B)[1]
+    check_moves(case, backward, product.backward, C, B, saved)
+    if way == "down":    # the scheme's words of a tied head
+        forward, backward = scheme.transposed_moves(scheme.grid.shape, shape, **options)
+        check_moves(case, forward, product.forward_transposed, C, B)
+        check_moves(case, backward, product.backward_transposed, A, C, B)
     check_rounding(scheme, way)
 
 
-def check_moves(comm, case, phase, moves: list[Move]):
-    """Words summed over the ranks, and calls on each, of one phase of a product."""
-    grid, (A, B, dC) = case.grid, case.blocks
+def check_moves(case, moves: list[Move], compute, *operands):
+    """Words summed over the ranks, and calls on each, of one phase of a product; its result."""
+    grid, comm = case.grid, case.grid.comm
     grid.reset_traffic()
-    _, saved = case.product.forward(A, B)
-    if phase == "backward":
-        grid.reset_traffic()
-        case.product.backward(dC, B, saved)
+    result = compute(*operands)
     expected = {}
     for move in moves:
         if grid.shape[move.axis] > 1:
@@ -136,7 +137,8 @@ def check_moves(comm, case, phase, moves: list[Move]):
             sums = got.setdefault(key, [0, 0])
             sums[0] += t.words
             sums[1] += t.calls
-    assert got == expected, (case.scheme, phase)
+    assert got == expected, (case.scheme, compute)
+    return result
 
 
 def check_rounding(scheme, way):

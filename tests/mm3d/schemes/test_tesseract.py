@@ -5,12 +5,9 @@ import numpy as np
 import pytest
 
 import mm3d
-from mm3d import ModelSizes
-from mm3d.model import cost
 from mm3d.schemes.tesseract import Tesseract
 from mm3d.transport.communicators import DryCommunicator
 from models import SIZES, Parallelism, data, train
-from reference import total, words
 
 
 @pytest.mark.parametrize("ranks, grid", [
@@ -53,18 +50,3 @@ def test_one_layer_is_summa(comm):
     (summa, moved), (layer, moved_in_layer) = found
     assert moved == moved_in_layer and bool(moved) == (comm.size > 1)
     assert all(np.array_equal(layer[name], a) for name, a in summa.items())
-
-
-@pytest.mark.ranks(1, 4)
-def test_layers_of_one_rank_are_data_parallelism(comm):
-    """Gradients are summed over all ranks by all-reduces, and nothing else moves."""
-    sizes = SIZES["uneven"]
-    with Parallelism("2.5d", (1, 1, comm.size)).on(comm, "numpy") as scheme:
-        _, moved = step(scheme, "uneven")
-        assert all(p.value.shape == p.shape for p in mm3d.Transformer(scheme, **sizes).parameters)
-        summed = total(comm, words(scheme.grid))
-    parameters = cost.parameters(ModelSizes(**sizes))
-    assert summed == ({("z", "all_reduce"): 2 * (comm.size - 1) * parameters}
-                      if comm.size > 1 else {})
-    # One for each weight, and one for all vectors of a layer.
-    assert all(calls == sizes["layers"] * (len(cost.PRODUCTS) + 1) for calls, _ in moved.values())

@@ -26,7 +26,8 @@ DROPLESS = [mm3d.Experts(6, every=2, capacity=None, gate=one.gate, design=one.de
             for one in CASES]
 GRIDS = {
     4: [Parallelism("1d"), Parallelism("1d-sp"), Parallelism("2d"), Parallelism("2.5d", (1, 1, 4)),
-        Parallelism("3d", (1, 2, 2)), Parallelism("3d", (2, 2, 1), {"rows": "positions"}),
+        Parallelism("3d", (1, 2, 2)),
+        Parallelism("3d", (2, 2, 1), {"rows": "positions", "keep": "both"}),
         Parallelism("2d-pipelined"), Parallelism("3d", (4, 1, 1)), Parallelism("serial"),
         Parallelism("faces", (1, 2, 2))],
     6: [Parallelism("3d", (3, 2, 1)), Parallelism("3d", (1, 3, 2), {"rows": "sequences"})],
@@ -67,25 +68,29 @@ def test_words_are_the_closed_form_of_dropless_experts(comm, part):
     for place, number in enumerate(range(len(GRIDS[comm.size]))[part]):
         compare_words(comm, GRIDS[comm.size][number], ("uniform:2", "none")[place % 2],
                       (number + 2) % len(CASES))    # gated sharing on divided features
+    compare_words(comm, Parallelism("1d-sp"), "none", 3, seq=1)    # one rank has all positions
 
 
 @functools.cache
-def output_on_one_rank(case: int) -> np.ndarray:
+def output_on_one_rank(case: int, seq: int) -> np.ndarray:
     with Parallelism("serial").on(MPI.COMM_SELF, "numpy") as scheme:
-        model = mm3d.Transformer(scheme, **SIZES, experts=DROPLESS[case], **FIELDS[case])
+        model = mm3d.Transformer(scheme, **SIZES | {"seq": seq}, experts=DROPLESS[case],
+                                 **FIELDS[case])
         model.load(state_of(model))
         return model.forward(model.random("x"))[0]
 
 
-def compare_words(comm, parallelism: Parallelism, recompute: str, case: int) -> None:
+def compare_words(comm, parallelism: Parallelism, recompute: str, case: int,
+                  seq: int = SIZES["seq"]) -> None:
     with parallelism.on(comm) as scheme:
-        model, phases = mm3d.Transformer(scheme, **SIZES, experts=DROPLESS[case],
-                                         recompute=recompute, **FIELDS[case]), []
+        model = mm3d.Transformer(scheme, **SIZES | {"seq": seq}, experts=DROPLESS[case],
+                                 recompute=recompute, **FIELDS[case])
+        phases = []
         model.load(state_of(model))
         scheme.grid.reset_traffic()
         y, saved = model.forward(model.random("x"))
         phases.append(scheme.grid.traffic())
-        np.testing.assert_allclose(model.unshard(y), output_on_one_rank(case), atol=1e-12)
+        np.testing.assert_allclose(model.unshard(y), output_on_one_rank(case, seq), atol=1e-12)
         scheme.grid.reset_traffic()
         model.backward(y, saved)
         phases.append(scheme.grid.traffic())

@@ -93,8 +93,6 @@ def test_a_bias_changes_the_choice_but_no_gate():
     # Added to the sigmoids, 0.9 and 0.5, it exceeds them; added to their logarithms it would not.
     z, bias = np.array([[np.log(9), 0, -9]]), np.array([0, 0.5, 0])
     assert choose(z, Experts(3, top=2, gate="sigmoid-bias"), bias).chosen.tolist() == [[1, 0]]
-    with pytest.raises(ValueError, match="gate='switch' uses no bias"):
-        choose(z, Experts(3), bias)
 
 
 def test_sigmoid_gates_stay_finite_where_sigmoids_are_zero():
