@@ -1,12 +1,13 @@
 """Collect the files of the jobs in one folder and one file; make tables, figures and a page."""
 
+from bench.errors import report_left_out
 from bench.records import atomic, journal, merged, run_file
 from bench.records.notes import counted
 from bench.reports.finish import write_tables_and_figures
 from jobs import standings
 from jobs.scripts import Row, Work
 from jobs.standings import DONE, Standing
-from mm3d.console import complain, say
+from mm3d.console import say
 
 
 def copy_results(work: Work, case: Row) -> int:
@@ -66,9 +67,7 @@ def collect(work: Work, cases: list[Row]) -> int:
         say(f"missing: {format_standing(one)}")
     line, left_out = merge_runs(work, cases)
     say(line)
-    for problem in left_out:
-        complain(f"left out: {problem}")
-    return int(bool(missing or left_out))
+    return report_left_out(left_out) or int(bool(missing))
 
 
 def format_standing(one: Standing) -> str:

@@ -11,7 +11,7 @@ import stat
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import Iterator
+from typing import Iterable, Iterator
 
 import h5py
 
@@ -105,6 +105,25 @@ def list_files(folder: str | os.PathLike, prefix: str = "") -> list[Path]:
         return []
     except OSError as error:
         raise Unreadable(f"{folder} cannot be listed ({error.strerror})") from error
+
+
+def files_among(sources: Iterable[str]) -> list[Path]:
+    """List the files of results among `sources`, and those in the folders among them.
+
+    Raises
+    ------
+    StoreError
+        When a folder holds none, or a source does not exist.
+    """
+    files: list[Path] = []
+    for source in map(Path, sources):
+        if not os.path.lexists(source):
+            raise StoreError(f"{source} does not exist")
+        here = list_files(source) if source.is_dir() else [source]
+        if not here:
+            raise StoreError(f"there is no .h5 file in {source}")
+        files += here
+    return list(dict.fromkeys(files))
 
 
 @contextmanager

@@ -66,12 +66,15 @@ class SideComparison:
     ----------
     parts : list
         A document for `bench.reports.formats.render`: the table of verdicts, and notes.
-    slower : list of CaseVerdict
-        The cases in which B is slower by more than the limit, and the test shows a difference.
+    failures : list of str
+        A line for each case in which B is slower by more than the limit, or that B lacks.
+    problems : list of str
+        A message for each file that was left out.
     """
 
     parts: list[Part]
-    slower: list[CaseVerdict]
+    failures: list[str]
+    problems: list[str]
 
 
 def compare_sides(first: Sequence[str], second: Sequence[str],
@@ -83,7 +86,7 @@ def compare_sides(first: Sequence[str], second: Sequence[str],
     first, second : sequence of str
         The files and folders of A and of B.
     limit : float, optional
-        Per cent by which a case may be slower before it is listed as slower.
+        Per cent by which a case may be slower; then B must have each case of A.
 
     Raises
     ------
@@ -93,7 +96,8 @@ def compare_sides(first: Sequence[str], second: Sequence[str],
         When a file or folder cannot be read.
     """
     names = " ".join(first), " ".join(second)
-    (before, lost), (after, also_lost) = read_cases(first), read_cases(second)
+    (before, problems), (after, more) = read_cases(first), read_cases(second)
+    problems = list(dict.fromkeys(problems + more))
     before, after = name_cases(before, after)
     common = common_cases(names, before, after)
     short, shared = shorten_names({name: before[name] for name in common})
@@ -105,18 +109,17 @@ def compare_sides(first: Sequence[str], second: Sequence[str],
             f"--fail-on-regression takes at least {MIN_RUNS} runs of each case on either side, "
             f"because two runs of the same code differ by more than their repetitions do: "
             f"{abbreviate([f'{one.name}: {one.runs[0]} and {one.runs[1]}' for one in few], '; ')}")
-    slower = [] if limit is None else [one for one in verdicts if one.word == "slower"
-                                       and one.ratio > 1 + limit / 100]
     notes = comparison_notes(before, after, common, verdicts)
     if shared:
         notes.append(f"The same in all cases of microbenchmarks: {shared}.")
     parts: list[Part] = [verdict_table(verdicts), Notes("About this comparison:", notes)]
-    if lost + also_lost:
-        parts.append(Notes("Left out:", lost + also_lost))
-    if slower:
-        parts.append(Notes(f"Slower by more than {limit:g} %:", [
-            f"{one.name}: {100 * (one.ratio - 1):.1f} %" for one in slower]))
-    return SideComparison(parts, slower)
+    if problems:
+        parts.append(Notes("Left out:", problems))
+    failures = [] if limit is None else [
+        *(f"only in A, and so not judged: {name}" for name in before if name not in after),
+        *(f"slower by more than {limit:g} %: {one.name}: {100 * (one.ratio - 1):.1f} %"
+          for one in verdicts if one.word == "slower" and one.ratio > 1 + limit / 100)]
+    return SideComparison(parts, failures, problems)
 
 
 def judge_cases(first: Cases, second: Cases, common: list[str]) -> list[CaseVerdict]:

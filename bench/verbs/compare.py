@@ -2,9 +2,10 @@
 
 import argparse
 
-from bench.errors import UsageError
+from bench.errors import UsageError, report_left_out
 from bench.reports.comparison import compare_sides
 from bench.command_line.number_types import number
+from mm3d.console import complain
 
 GROUP = "Look at results"
 ON_ALL_RANKS = False
@@ -18,12 +19,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name}", nargs="+", metavar="RUN", help=(
             f"the files or folders of side {side}, instead of A B"))
     parser.add_argument("--fail-on-regression", type=number(), metavar="PERCENT", help=(
-        "exit with 1 when B is slower in a case by more than this, and the test says so too; "
-        "takes three runs a side"))
+        "exit with 1 when B is slower in a case by more than this, and the test says so too, or "
+        "lacks a case of A; takes three runs a side"))
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the comparison; 1 when a case is slower by more than ``--fail-on-regression``.
+    """Print the comparison; 1 when B fails ``--fail-on-regression`` or a file was left out.
 
     Raises
     ------
@@ -37,7 +38,9 @@ def run(arguments: argparse.Namespace) -> int:
     found = compare_sides(*sides, limit)
     names = [f"{side}: {' '.join(words)}" for side, words in zip("AB", sides)]
     arguments.show([*names, *found.parts])
-    return 1 if found.slower else 0
+    if found.failures:
+        complain(*found.failures)
+    return report_left_out(found.problems) or int(bool(found.failures))
 
 
 def chosen(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:

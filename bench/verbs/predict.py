@@ -6,7 +6,7 @@ from functools import partial
 from bench.cases.paper import HEADINGS
 from bench.cases.selection import select_rows
 from bench.command_line import measuring, options, pipeline_options
-from bench.errors import UsageError, as_usage_error
+from bench.errors import UsageError, as_usage_error, report_left_out
 from bench.instruments import host
 from bench.prediction import machine_model
 from bench.document import Notes
@@ -162,7 +162,7 @@ def _measured(arguments: argparse.Namespace) -> int:
     if problems:
         parts.append(Notes("Left out:", problems))
     arguments.show(parts)
-    return 0
+    return report_left_out(problems)
 
 
 def _measure(arguments: argparse.Namespace, comm) -> int:

@@ -11,7 +11,7 @@ from typing import Any, Callable, Iterable, Iterator, Sequence
 
 from bench.errors import UsageError
 from bench.records import atomic
-from mm3d.console import say
+from mm3d.console import complain, say
 
 # Okabe and Ito's colours, distinguishable with every kind of colour vision; markers differ too,
 # for print.
@@ -97,8 +97,10 @@ def _not_drawn(*errors: type[Exception]) -> Iterator[None]:
 def save_picture(path: str | os.PathLike, make: Callable[[], Any], **options: Any) -> Path:
     """Draw a figure into a file, in the format that the file's name ends in; return the file.
 
-    Parameters and errors as those of `draw_image`; NotDrawn also when the file cannot be written.
+    Parameters and errors as those of `draw_image` and, before it is drawn, of `check_name`;
+    NotDrawn also when the file cannot be written.
     """
+    check_name(path)
     return _write(path, draw_image(make, Path(path).suffix[1:], **options))
 
 
@@ -238,11 +240,24 @@ def draw_pictures(draws: Iterable[Callable[[], Path]]) -> int:
     status = 0
     for draw in draws:
         try:
-            line = str(draw())
+            say(draw())
         except LeftOut as why:
-            line, status = f"not drawn: {why}", 1
-        say(line)
+            complain(f"not drawn: {why}")
+            status = 1
     return status
+
+
+def report_drawn(files: Iterable[Path], left_out: Sequence[LeftOut]) -> int:
+    """Print the pictures of a folder, and why others are not drawn.
+
+    Return 1 if one cannot be drawn, which is printed to standard error, 0 if results are missing.
+    """
+    for path in files:
+        say(path)
+    failed = [isinstance(why, NotDrawn) for why in left_out]
+    for why, fails in zip(left_out, failed):
+        (complain if fails else say)(f"not drawn: {why}")
+    return int(any(failed))
 
 
 @dataclass(frozen=True)
