@@ -2,7 +2,7 @@
 
 import re
 from contextlib import contextmanager
-from typing import Any, Callable, Container, Iterable, Iterator
+from typing import Any, Callable, Container, Iterator
 
 WORD, MESSAGE = 300, 1000    # letters
 # Arguments of the library whose options have other names.
@@ -35,15 +35,6 @@ def status_of(work: Callable[[], int], *known: type[Exception]) -> int:
         from mm3d.console import complain
         complain("interrupted")
         return 130
-
-
-def report_left_out(problems: Iterable[object]) -> int:
-    """Print to standard error why files were left out, a line each; return 1 for any, else 0."""
-    from mm3d.console import complain    # here: other programs import neither NumPy nor MPI
-    lines = [f"left out: {problem}" for problem in dict.fromkeys(map(str, problems))]
-    if lines:
-        complain(*lines)
-    return int(bool(lines))
 
 
 def in_short(message: str) -> str:

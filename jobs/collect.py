@@ -1,6 +1,5 @@
 """Collect the files of the jobs in one folder and one file; make tables, figures and a page."""
 
-from bench.errors import report_left_out
 from bench.records import atomic, journal, merged, run_file
 from bench.records.notes import counted
 from bench.reports.finish import write_tables_and_figures
@@ -67,7 +66,7 @@ def collect(work: Work, cases: list[Row]) -> int:
         say(f"missing: {format_standing(one)}")
     line, left_out = merge_runs(work, cases)
     say(line)
-    return report_left_out(left_out) or int(bool(missing))
+    return run_file.report_left_out(left_out) or int(bool(missing))
 
 
 def format_standing(one: Standing) -> str:

@@ -20,6 +20,7 @@ from bench.records import atomic
 from bench.records.measurements import (Measurements, fill_measurements, parse_measurements,
                                         read_attribute)
 from bench.records.model_run import Run
+from mm3d.console import complain
 
 FORMAT = "mm3d run"
 SCHEMA = 3    # the version that is written, and the only one that is read
@@ -124,6 +125,14 @@ def files_among(sources: Iterable[str]) -> list[Path]:
             raise StoreError(f"there is no .h5 file in {source}")
         files += here
     return list(dict.fromkeys(files))
+
+
+def report_left_out(problems: Iterable[object]) -> int:
+    """Print to standard error why files were left out, a line each; return 1 for any, else 0."""
+    lines = [f"left out: {problem}" for problem in dict.fromkeys(map(str, problems))]
+    if lines:
+        complain(*lines)
+    return int(bool(lines))
 
 
 @contextmanager

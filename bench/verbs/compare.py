@@ -2,7 +2,8 @@
 
 import argparse
 
-from bench.errors import UsageError, report_left_out
+from bench.errors import UsageError
+from bench.records.run_file import report_left_out
 from bench.reports.comparison import compare_sides
 from bench.command_line.number_types import number
 from mm3d.console import complain

@@ -5,7 +5,6 @@ import os
 from pathlib import Path
 
 from bench.command_line import options
-from bench.errors import report_left_out
 from bench.records import merged, run_file
 from mm3d.console import say
 
@@ -31,4 +30,4 @@ def run(arguments: argparse.Namespace) -> int:
     count, problems = merged.merge_files(files, target)
     say(f"{arguments.target}: {count} run{'s' * (count > 1)} of {len(files)} "
         f"file{'s' * (len(files) > 1)}")
-    return report_left_out(problems)
+    return run_file.report_left_out(problems)

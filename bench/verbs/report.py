@@ -4,8 +4,9 @@ import argparse
 from pathlib import Path
 
 from bench.command_line import options
-from bench.errors import UsageError, report_left_out
+from bench.errors import UsageError
 from bench.records.folder import read_folder
+from bench.records.run_file import report_left_out
 from bench.reports import merit, page, paper_tables
 from bench.reports.figures import every_figure
 from bench.reports.figures.style import METADATA, report_drawn

@@ -14,7 +14,7 @@ from bench.cases.selection import equal_token_rows, rows_by_name, select_rows, s
 from bench.cases.variants import Variant
 from bench.cluster.spec import rate_text
 from bench.document import Part
-from bench.errors import UsageError, report_left_out
+from bench.errors import UsageError
 from bench.experiments.rows.dilation import set_links
 from bench.experiments.rows.row import measure_case
 from bench.experiments.rows.settings import (Settings, check_backend, check_grids, check_variant,
@@ -282,5 +282,5 @@ def show_rates(folder: Path, show: Callable[[list[Part]], None]) -> int:
     say()
     show(sweep.tables(records))
     say()
-    return max(report_left_out(found.problems),
+    return max(run_file.report_left_out(found.problems),
                report_drawn(*save_drawings(make_sweep_drawings(records), folder)))

@@ -2,7 +2,7 @@
 
 import argparse
 
-from bench.errors import Unreadable, report_left_out
+from bench.errors import Unreadable
 from bench.records import run_file, schema
 from bench.validation.files import check_file
 from bench.command_line import options
@@ -45,4 +45,4 @@ def run(arguments: argparse.Namespace) -> int:
             for line in lines:
                 say(f"  {kind}: {line}")
         status = max(status, int(bool(errors)))
-    return report_left_out(unread) or status
+    return run_file.report_left_out(unread) or status

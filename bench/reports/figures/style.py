@@ -232,10 +232,7 @@ def label_powers(axis, base: int = 10) -> None:
 def draw_pictures(draws: Iterable[Callable[[], Path]]) -> int:
     """Draw pictures and print the path of each, or why it is not drawn; 1 if one is not, else 0.
 
-    Parameters
-    ----------
-    draws : iterable of callables
-        Each draws a picture and returns its path, or raises `LeftOut`.
+    Each of `draws` returns the path, or raises `LeftOut`.
     """
     status = 0
     for draw in draws:
@@ -248,16 +245,12 @@ def draw_pictures(draws: Iterable[Callable[[], Path]]) -> int:
 
 
 def report_drawn(files: Iterable[Path], left_out: Sequence[LeftOut]) -> int:
-    """Print the pictures of a folder, and why others are not drawn.
-
-    Return 1 if one cannot be drawn, which is printed to standard error, 0 if results are missing.
-    """
+    """Print the pictures of a folder, and why others are not drawn; 1 if one cannot be, else 0."""
     for path in files:
         say(path)
-    failed = [isinstance(why, NotDrawn) for why in left_out]
-    for why, fails in zip(left_out, failed):
-        (complain if fails else say)(f"not drawn: {why}")
-    return int(any(failed))
+    for why in left_out:
+        (complain if isinstance(why, NotDrawn) else say)(f"not drawn: {why}")
+    return int(any(isinstance(why, NotDrawn) for why in left_out))
 
 
 @dataclass(frozen=True)
