@@ -13,8 +13,7 @@ from bench.errors import UsageError
 from bench.records import atomic
 from mm3d.console import complain, say
 
-# Okabe and Ito's colours, distinguishable with every kind of colour vision; markers differ too,
-# for print.
+# Okabe and Ito's colours, told apart with every kind of colour vision; markers, for print.
 VERMILION, GREEN, BLUE, ORANGE = "#D55E00", "#009E73", "#0072B2", "#E69F00"
 PURPLE, SKY, YELLOW = "#CC79A7", "#56B4E9", "#F0E442"
 LIGHT_GREY, DARK_GREY = "#BBBBBB", "#666666"

@@ -19,6 +19,7 @@ from bench.reports import page
 from bench.reports.figures import against_ranks, roofline_and_memory, style
 from bench.reports.finish import write_tables_and_figures
 from records import draw_only, made_up
+from support import ROOT
 
 RC = """
 text.usetex: True
@@ -188,7 +189,7 @@ def test_without_matplotlib_tables_are_written(tmp_path):
     (tmp_path / "matplotlib" / "__init__.py").write_text("raise ImportError('no matplotlib')")
     done = subprocess.run(
         [sys.executable, "-m", "bench", "report", "results", "--figures"], cwd=tmp_path, text=True,
-        capture_output=True, env=os.environ | {"PYTHONPATH": str(tmp_path)})
+        capture_output=True, env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"})
     assert done.returncode == 1
     assert {line.split(": ", 2)[2] for line in done.stderr.splitlines()} == {
         "ImportError: no matplotlib"}
