@@ -58,27 +58,8 @@ class CaseVerdict:
         return "slower" if self.ratio > 1 else "faster"
 
 
-@dataclass(frozen=True)
-class SideComparison:
-    """Two sides of runs, case by case.
-
-    Attributes
-    ----------
-    parts : list
-        A document for `bench.reports.formats.render`: the table of verdicts, and notes.
-    failures : list of str
-        A line for each case in which B is slower by more than the limit, or that B lacks.
-    problems : list of str
-        A message for each file that was left out.
-    """
-
-    parts: list[Part]
-    failures: list[str]
-    problems: list[str]
-
-
 def compare_sides(first: Sequence[str], second: Sequence[str],
-                  limit: float | None = None) -> SideComparison:
+                  limit: float | None = None) -> tuple[list[Part], list[str], list[str]]:
     """Compare two sides of runs.
 
     Parameters
@@ -87,6 +68,12 @@ def compare_sides(first: Sequence[str], second: Sequence[str],
         The files and folders of A and of B.
     limit : float, optional
         Per cent by which a case may be slower; then B must have each case of A.
+
+    Returns
+    -------
+    list, list of str, list of str
+        The table of verdicts, and notes; a line for each case in which B is slower by more than
+        the limit, or that B lacks; and a message for each file that was left out.
 
     Raises
     ------
@@ -119,7 +106,7 @@ def compare_sides(first: Sequence[str], second: Sequence[str],
         *(f"only in A, and so not judged: {name}" for name in before if name not in after),
         *(f"slower by more than {limit:g} %: {one.name}: {100 * (one.ratio - 1):.1f} %"
           for one in verdicts if one.word == "slower" and one.ratio > 1 + limit / 100)]
-    return SideComparison(parts, failures, problems)
+    return parts, failures, problems
 
 
 def judge_cases(first: Cases, second: Cases, common: list[str]) -> list[CaseVerdict]:

@@ -22,7 +22,8 @@ from mm3d.console import complain, say
 
 
 def write_tables_and_figures(out: Path, figures: bool = True,
-                             show: Callable[[list[Part]], None] | None = None) -> None:
+                             show: Callable[[list[Part]], None] = lambda parts: say(
+                                 formats.render(parts))) -> None:
     """Write tables, figures and one page into the folder `out`; print a summary, and the files.
 
     ``tables.txt`` has all tables, those of the summary included.
@@ -33,8 +34,8 @@ def write_tables_and_figures(out: Path, figures: bool = True,
         A folder of results.
     figures : bool
         Whether to draw the figures and write the page.
-    show : callable, optional
-        Prints the summary, as text by default.
+    show : callable
+        Prints the summary.
 
     Raises
     ------
@@ -45,9 +46,8 @@ def write_tables_and_figures(out: Path, figures: bool = True,
     """
     found = read_folder(out)
     text = formats.render(paper_tables.make_document(found))
-    summary = summary_parts(found)
     say()
-    show(summary) if show else say(formats.render(summary))
+    show(summary_parts(found))
     say()
     tables = out / "tables.txt"
     atomic.replace(tables, text + "\n")    # a full disk leaves the old file

@@ -36,12 +36,12 @@ def run(arguments: argparse.Namespace) -> int:
     """
     limit = arguments.fail_on_regression
     sides = chosen(arguments)
-    found = compare_sides(*sides, limit)
+    parts, failures, problems = compare_sides(*sides, limit)
     names = [f"{side}: {' '.join(words)}" for side, words in zip("AB", sides)]
-    arguments.show([*names, *found.parts])
-    if found.failures:
-        complain(*found.failures)
-    return report_left_out(found.problems) or int(bool(found.failures))
+    arguments.show([*names, *parts])
+    if failures:
+        complain(*failures)
+    return report_left_out(problems) or int(bool(failures))
 
 
 def chosen(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
