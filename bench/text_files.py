@@ -1,6 +1,5 @@
 """Read the text files that users write."""
 
-import difflib
 import re
 import tomllib
 import typing
@@ -11,6 +10,7 @@ from typing import Any, Callable
 import msgspec
 
 from bench.errors import UsageError, require_known
+from mm3d.names import unknown_name
 
 KINDS = {"int": "a whole number", "float": "a number", "str": "a text", "bool": "true or false",
          "array": "a list", "object": "a table", "null": "nothing"}
@@ -123,8 +123,7 @@ def _wrong_field(tree: dict[str, Any], kind: type, place: str = "") -> str:
     inside = f"{place}: " * bool(place)
     for name in tree:
         if name not in fields:
-            near = difflib.get_close_matches(name, fields, 1) or [", ".join(fields)]
-            return f"{inside}there is no field {name!r}: {near[0]} would do"
+            return unknown_name(f"{inside}field {name!r}", name, fields)
     missing = [name for name, field in fields.items() if field.required and name not in tree]
     if missing:
         return f"{inside}missing required field{'s' * (len(missing) > 1)} {', '.join(missing)}"
@@ -132,7 +131,7 @@ def _wrong_field(tree: dict[str, Any], kind: type, place: str = "") -> str:
         declared, key = fields[name].type, f"{place}.{name}".lstrip(".")
         choices, inner = typing.get_args(declared), inner_format(declared)
         if typing.get_origin(declared) is typing.Literal and value not in choices:
-            return f"{key}: {value!r} is unknown: choose one of {', '.join(map(str, choices))}"
+            return unknown_name(f"{key}: {value!r}", value, choices)
         tables = {key: value} if inner is declared else _items(value, key)
         for where, one in tables.items() if inner else ():
             if isinstance(one, dict) and (problem := _wrong_field(one, inner, where)):

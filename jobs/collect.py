@@ -6,7 +6,7 @@ from bench.reports.finish import write_tables_and_figures
 from jobs import standings
 from jobs.scripts import Row, Work
 from jobs.standings import DONE, Standing
-from mm3d.console import complain, say
+from mm3d.console import say
 
 
 def copy_results(work: Work, case: Row) -> int:
@@ -68,9 +68,7 @@ def collect(work: Work, cases: list[Row]) -> int:
         complain(f"warning: {warning}")
     line, left_out = merge_runs(work, cases)
     say(line)
-    for problem in left_out:
-        complain(f"left out: {problem}")
-    return int(bool(missing or left_out))
+    return run_file.report_left_out(left_out) or int(bool(missing))
 
 
 def format_standing(one: Standing) -> str:

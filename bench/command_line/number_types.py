@@ -1,5 +1,4 @@
-"""Define the types of options that are numbers: each within bounds, none infinite or not a number.
-"""
+"""Define the types of options that are numbers: each within bounds, none infinite or NaN."""
 
 import argparse
 import math
@@ -31,8 +30,7 @@ def whole(least: int, most: int = MOST) -> Callable[[str], int]:
     return read
 
 
-def number(least: float = 0, above: bool = False,
-           most: float = MOST) -> Callable[[str], float]:
+def number(least: float = 0, above: bool = False, most: float = MOST) -> Callable[[str], float]:
     """Return the type of an option that is a number from `least`, or `above` it, to `most`."""
     def read(text: str) -> float:
         try:

@@ -13,8 +13,6 @@ RECOMPUTE = ("recompute in backward, to save memory: none; selective, all but pr
              "weights; full, each layer from its input; uniform:N, every N layers from the first "
              "one's input; full+selective or uniform:N+selective")
 COUNTS = {3: "three", 4: "four"}
-
-
 # The sizes of a model, with their help.
 SIZES = {"layers": "Transformer layers", "hidden": "features of a token",
          "heads": "attention heads", "batch": "sequences of a step, of all replicas",
@@ -34,8 +32,7 @@ def add_sizes(parser: argparse.ArgumentParser, **defaults: int | str) -> None:
 
 
 def add_dtype(parser: argparse.ArgumentParser, *choices: str) -> None:
-    """Add ``--dtype``, float32 by default; `choices` are those of a microbenchmark if not given.
-    """
+    """Add ``--dtype``, float32 by default; without `choices` it may be float64, too."""
     parser.add_argument("--dtype", default="float32", metavar="NAME",
                         choices=choices or ("float32", "float64"), help=(
                             f"dtype of all arrays: {', '.join(choices or ('float32', 'float64'))} "

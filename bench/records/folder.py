@@ -5,7 +5,6 @@ import re
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Iterable
 
 from bench.cases.paper import HEADINGS, PAPER, Row, load_tables, unpublished_row
 from bench.cases.selection import select_rows
@@ -284,22 +283,3 @@ def most_oversubscribed(runs: list[Run]) -> Run | None:
     """Return the run with the most ranks per core; None if no run has more ranks than cores."""
     return max((run for run in runs if is_crowded(run)),
                key=lambda run: (run.environment["ranks_per_core"], run.ranks), default=None)
-
-
-def list_files(sources: Iterable[str]) -> list[Path]:
-    """List the files of results among `sources`, and those in the folders among them.
-
-    Raises
-    ------
-    StoreError
-        When a folder holds none, or a source does not exist.
-    """
-    files: list[Path] = []
-    for source in map(Path, sources):
-        if not os.path.lexists(source):
-            raise StoreError(f"{source} does not exist")
-        here = run_file.list_files(source) if source.is_dir() else [source]
-        if not here:
-            raise StoreError(f"there is no .h5 file in {source}")
-        files += here
-    return list(dict.fromkeys(files))

@@ -11,7 +11,7 @@ import stat
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import Iterator
+from typing import Iterable, Iterator
 
 import h5py
 
@@ -20,6 +20,7 @@ from bench.records import atomic
 from bench.records.measurements import (Measurements, fill_measurements, parse_measurements,
                                         read_attribute)
 from bench.records.model_run import Run
+from mm3d.console import complain
 
 FORMAT = "mm3d run"
 SCHEMA = 3    # the version that is written, and the only one that is read
@@ -105,6 +106,33 @@ def list_files(folder: str | os.PathLike, prefix: str = "") -> list[Path]:
         return []
     except OSError as error:
         raise Unreadable(f"{folder} cannot be listed ({error.strerror})") from error
+
+
+def files_among(sources: Iterable[str]) -> list[Path]:
+    """List the files of results among `sources`, and those in the folders among them.
+
+    Raises
+    ------
+    StoreError
+        When a folder holds none, or a source does not exist.
+    """
+    files: list[Path] = []
+    for source in map(Path, sources):
+        if not os.path.lexists(source):
+            raise StoreError(f"{source} does not exist")
+        here = list_files(source) if source.is_dir() else [source]
+        if not here:
+            raise StoreError(f"there is no .h5 file in {source}")
+        files += here
+    return list(dict.fromkeys(files))
+
+
+def report_left_out(problems: Iterable[object]) -> int:
+    """Print to standard error why files were left out, a line each; return 1 for any, else 0."""
+    lines = [f"left out: {problem}" for problem in dict.fromkeys(map(str, problems))]
+    if lines:
+        complain(*lines)
+    return int(bool(lines))
 
 
 @contextmanager

@@ -58,24 +58,8 @@ class CaseVerdict:
         return "slower" if self.ratio > 1 else "faster"
 
 
-@dataclass(frozen=True)
-class SideComparison:
-    """Two sides of runs, case by case.
-
-    Attributes
-    ----------
-    parts : list
-        A document for `bench.reports.formats.render`: the table of verdicts, and notes.
-    slower : list of CaseVerdict
-        The cases in which B is slower by more than the limit, and the test shows a difference.
-    """
-
-    parts: list[Part]
-    slower: list[CaseVerdict]
-
-
 def compare_sides(first: Sequence[str], second: Sequence[str],
-                  limit: float | None = None) -> SideComparison:
+                  limit: float | None = None) -> tuple[list[Part], list[str], list[str]]:
     """Compare two sides of runs.
 
     Parameters
@@ -83,7 +67,13 @@ def compare_sides(first: Sequence[str], second: Sequence[str],
     first, second : sequence of str
         The files and folders of A and of B.
     limit : float, optional
-        Per cent by which a case may be slower before it is listed as slower.
+        Per cent by which a case may be slower; then B must have each case of A.
+
+    Returns
+    -------
+    list, list of str, list of str
+        The table of verdicts, and notes; a line for each case in which B is slower by more than
+        the limit, or that B lacks; and a message for each file that was left out.
 
     Raises
     ------
@@ -93,7 +83,8 @@ def compare_sides(first: Sequence[str], second: Sequence[str],
         When a file or folder cannot be read.
     """
     names = " ".join(first), " ".join(second)
-    (before, lost), (after, also_lost) = read_cases(first), read_cases(second)
+    (before, problems), (after, more) = read_cases(first), read_cases(second)
+    problems = list(dict.fromkeys(problems + more))
     before, after = name_cases(before, after)
     common = common_cases(names, before, after)
     short, shared = shorten_names({name: before[name] for name in common})
@@ -105,18 +96,17 @@ def compare_sides(first: Sequence[str], second: Sequence[str],
             f"--fail-on-regression takes at least {MIN_RUNS} runs of each case on either side, "
             f"because two runs of the same code differ by more than their repetitions do: "
             f"{abbreviate([f'{one.name}: {one.runs[0]} and {one.runs[1]}' for one in few], '; ')}")
-    slower = [] if limit is None else [one for one in verdicts if one.word == "slower"
-                                       and one.ratio > 1 + limit / 100]
     notes = comparison_notes(before, after, common, verdicts)
     if shared:
         notes.append(f"The same in all cases of microbenchmarks: {shared}.")
     parts: list[Part] = [verdict_table(verdicts), Notes("About this comparison:", notes)]
-    if lost + also_lost:
-        parts.append(Notes("Left out:", lost + also_lost))
-    if slower:
-        parts.append(Notes(f"Slower by more than {limit:g} %:", [
-            f"{one.name}: {100 * (one.ratio - 1):.1f} %" for one in slower]))
-    return SideComparison(parts, slower)
+    if problems:
+        parts.append(Notes("Left out:", problems))
+    failures = [] if limit is None else [
+        *(f"only in A, and so not judged: {name}" for name in before if name not in after),
+        *(f"slower by more than {limit:g} %: {one.name}: {100 * (one.ratio - 1):.1f} %"
+          for one in verdicts if one.word == "slower" and one.ratio > 1 + limit / 100)]
+    return parts, failures, problems
 
 
 def judge_cases(first: Cases, second: Cases, common: list[str]) -> list[CaseVerdict]:

@@ -16,12 +16,14 @@ from bench.reports.emulated import describe_clusters
 from bench.reports.emulation import tables as emulation_tables
 from bench.reports.emulation.row import Emulated
 from bench.reports.figures.every_figure import draw_figures
+from bench.reports.figures.style import report_drawn
 from bench.reports.page import write_page
 from mm3d.console import complain, say
 
 
 def write_tables_and_figures(out: Path, figures: bool = True,
-                             show: Callable[[list[Part]], None] | None = None) -> None:
+                             show: Callable[[list[Part]], None] = lambda parts: say(
+                                 formats.render(parts))) -> None:
     """Write tables, figures and one page into the folder `out`; print a summary, and the files.
 
     ``tables.txt`` has all tables, those of the summary included.
@@ -32,8 +34,8 @@ def write_tables_and_figures(out: Path, figures: bool = True,
         A folder of results.
     figures : bool
         Whether to draw the figures and write the page.
-    show : callable, optional
-        Prints the summary, as text by default.
+    show : callable
+        Prints the summary.
 
     Raises
     ------
@@ -44,30 +46,27 @@ def write_tables_and_figures(out: Path, figures: bool = True,
     """
     found = read_folder(out)
     text = formats.render(paper_tables.make_document(found))
-    summary = summary_parts(found)
     say()
-    show(summary) if show else say(formats.render(summary))
+    show(summary_parts(found))
     say()
     tables = out / "tables.txt"
     atomic.replace(tables, text + "\n")    # a full disk leaves the old file
     files = [f"all tables: {tables}"]
     if figures:
-        files += draw_and_describe(out, found.problems)
+        files += draw_and_describe(found)
     say("; ".join(files))
 
 
-def draw_and_describe(out: Path, told: list[str]) -> list[str]:
+def draw_and_describe(found: FolderContents) -> list[str]:
     """Draw the figures and write the page; return lines that name these files.
 
-    Why figures are not drawn is printed, but for the unread files that were `told` before.
-
-    An error of the program is printed and ends nothing: all runs and tables are on the disk, and
-    no picture decides whether a run succeeded.
+    Why figures are not drawn is printed.  An error of the program is printed and ends nothing: all
+    runs and tables are on the disk, and no picture decides whether a run succeeded.
     """
     try:
-        drawn, left_out = draw_figures(out)
-        say(*[f"not drawn: {why}" for why in left_out if str(why) not in told])
-        return [f"page: {write_page(out)[0]}",
+        drawn, left_out = draw_figures(found)
+        report_drawn([], left_out)
+        return [f"page: {write_page(found)[0]}",
                 f"figures: {', '.join(path.name for path in drawn) or 'none'}"]
     except Exception:
         complain(traceback.format_exc())

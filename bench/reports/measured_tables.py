@@ -10,6 +10,7 @@ from bench.prediction.beside_measured import Measured
 from bench.prediction.machine_model import Machine
 from bench.prediction.work import NAMES, Seconds, Work, predict_seconds
 from bench.document import Cell, Column, Notes, Part, Table, number_cell
+from bench.records.notes import counted
 from mm3d.tracing.events import PHASES
 
 
@@ -46,7 +47,7 @@ def compare_predictions(machine: Machine, found: Sequence[Measured]) -> list[Par
     """
     known = [one for one in found if one.dtype in machine.gemm_rate]
     own = [one for one in known if one.matches(machine)]
-    left = [f"{count} run{'s' * (count > 1)} of {what} left out" for count, what in (
+    left = [f"{counted(count, 'run')} of {what} left out" for count, what in (
         (len(known) - len(own), "other numbers of ranks or another transport"),
         (len(found) - len(known), "dtypes without a rate of products")) if count]
     parts: list[Part] = [machine.about]
@@ -98,8 +99,8 @@ def describe_errors(pairs: Sequence[Pair]) -> Iterator[str]:
     for kind in NAMES:
         off = [abs(pair.error) for pair in pairs if pair.measured.work.kind == kind]
         if off:
-            yield (f"{kind}: {len(off)} runs, error {np.median(off):.0%} in the median, "
-                   f"{np.mean(off):.0%} in the mean, {max(off):.0%} at most")
+            yield (f"{kind}: {counted(len(off), 'run')}, error {np.median(off):.0%} in the "
+                   f"median, {np.mean(off):.0%} in the mean, {max(off):.0%} at most")
 
 
 def choice_table(pairs: Sequence[Pair]) -> Table:

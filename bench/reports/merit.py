@@ -2,14 +2,13 @@
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from bench.cases.paper import title
 from bench.errors import StoreError
 from bench.instruments import step_seconds
-from bench.records.folder import read_runs
+from bench.records.folder import FolderContents
 from bench.records.model_run import Run
 from bench.records.notes import words_note
 from bench.reports import time_parts
@@ -171,20 +170,19 @@ def memory_figures(run: Run) -> list[Figure]:
     return found
 
 
-def merit_document(path: str | Path) -> list[Part]:
-    """Make the tables of time parts and figures of merit of all runs in a folder or file.
+def merit_document(found: FolderContents) -> list[Part]:
+    """Make the tables of time parts and figures of merit of all runs of rows.
 
     Raises
     ------
     StoreError
-        When there is no run of a model.
+        When there is no run of a row.
     """
-    found, problems = read_runs(path)
-    parts = [part for run in found if isinstance(run, Run) for part in run_parts(run)]
-    if not parts:
-        raise StoreError("\n".join([
-            f"no run of a model in {path}: the microbenchmarks have no parts", *problems]))
-    return parts + [Notes("Left out:", problems)] * bool(problems)
+    if not found.rows:
+        raise StoreError("\n".join(["no run of a row of the tables was read: the microbenchmarks "
+                                    "have no parts", *found.problems]))
+    parts = [part for run in found.rows for part in run_parts(run)]
+    return parts + [Notes("Left out:", found.problems)] * bool(found.problems)
 
 
 def run_parts(run: Run) -> list[Part]:

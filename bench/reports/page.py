@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 from bench.records import atomic
-from bench.records.folder import natural_key, read_folder
+from bench.records.folder import FolderContents, natural_key
 from bench.records.measurements import Measurements
 from bench.records.model_run import Run
 from bench.reports import merit
@@ -19,23 +19,21 @@ from bench.reports.paper_tables import make_document
 WARNING = re.compile(r"[A-Z][A-Z ]+(\([^)]*\))?:")    # begins such a note, perhaps with a reason
 
 
-def write_page(folder: str | Path, out: str | Path | None = None) -> tuple[Path, list[LeftOut]]:
+def write_page(found: FolderContents,
+               out: str | Path | None = None) -> tuple[Path, list[LeftOut]]:
     """Write the page; return its path, and why figures are not drawn.
 
     Parameters
     ----------
     out : path, optional
-        The page; by default ``report.html`` in `folder`, or beside the file.
+        The page; by default ``report.html`` in the folder of the results.
 
     Raises
     ------
-    StoreError
-        When there are no results in `folder`.
     OSError
         When the page cannot be written.
     """
     from jinja2 import Environment, PackageLoader, StrictUndefined
-    found = read_folder(folder)
     environment = Environment(loader=PackageLoader("bench.reports"), autoescape=True,
                               trim_blocks=True,
                               lstrip_blocks=True, undefined=StrictUndefined)

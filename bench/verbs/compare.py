@@ -3,8 +3,10 @@
 import argparse
 
 from bench.errors import UsageError
+from bench.records.run_file import report_left_out
 from bench.reports.comparison import compare_sides
 from bench.command_line.number_types import number
+from mm3d.console import complain
 
 GROUP = "Look at results"
 ON_ALL_RANKS = False
@@ -18,12 +20,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name}", nargs="+", metavar="RUN", help=(
             f"the files or folders of side {side}, instead of A B"))
     parser.add_argument("--fail-on-regression", type=number(), metavar="PERCENT", help=(
-        "exit with 1 when B is slower in a case by more than this, and the test says so too; "
-        "takes three runs a side"))
+        "exit with 1 when B is slower in a case by more than this, and the test says so too, or "
+        "lacks a case of A; takes three runs a side"))
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the comparison; 1 when a case is slower by more than ``--fail-on-regression``.
+    """Print the comparison; 1 when B fails ``--fail-on-regression`` or a file was left out.
 
     Raises
     ------
@@ -34,10 +36,12 @@ def run(arguments: argparse.Namespace) -> int:
     """
     limit = arguments.fail_on_regression
     sides = chosen(arguments)
-    found = compare_sides(*sides, limit)
+    parts, failures, problems = compare_sides(*sides, limit)
     names = [f"{side}: {' '.join(words)}" for side, words in zip("AB", sides)]
-    arguments.show([*names, *found.parts])
-    return 1 if found.slower else 0
+    arguments.show([*names, *parts])
+    if failures:
+        complain(*failures)
+    return report_left_out(problems) or int(bool(failures))
 
 
 def chosen(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:

@@ -4,10 +4,9 @@ import argparse
 import os
 from pathlib import Path
 
-from bench.records import merged
-from bench.records.folder import list_files
 from bench.command_line import options
-from mm3d.console import complain, say
+from bench.records import merged, run_file
+from mm3d.console import say
 
 GROUP = "Look at results"
 ON_ALL_RANKS = False
@@ -26,11 +25,9 @@ def run(arguments: argparse.Namespace) -> int:
     Raises StoreError as `merged.merge_files` does.
     """
     target = Path(arguments.target)
-    files = [path for path in list_files(arguments.sources)
+    files = [path for path in run_file.files_among(arguments.sources)
              if os.path.realpath(path) != os.path.realpath(target)]
     count, problems = merged.merge_files(files, target)
     say(f"{arguments.target}: {count} run{'s' * (count > 1)} of {len(files)} "
         f"file{'s' * (len(files) > 1)}")
-    for problem in problems:
-        complain(f"left out: {problem}")
-    return int(bool(problems))
+    return run_file.report_left_out(problems)

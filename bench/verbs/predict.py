@@ -11,6 +11,7 @@ from bench.instruments import host
 from bench.prediction import machine_model
 from bench.document import Notes
 from bench.records.journal import check_folder
+from bench.records.run_file import report_left_out
 from bench.reports.figures import style
 from mm3d.console import say
 from mm3d.schemes import registry
@@ -162,7 +163,7 @@ def _measured(arguments: argparse.Namespace) -> int:
     if problems:
         parts.append(Notes("Left out:", problems))
     arguments.show(parts)
-    return 0
+    return report_left_out(problems)
 
 
 def _measure(arguments: argparse.Namespace, comm) -> int:
@@ -176,8 +177,7 @@ def _measure(arguments: argparse.Namespace, comm) -> int:
     """
     from bench.agreement import broadcast_from_rank_0
     from bench.cluster.spec import Cluster
-    from bench.command_line.publish import publish, report_failure
-    from bench.errors import WrongResult
+    from bench.command_line.publish import measure
     from bench.experiments.products import operands
     from bench.prediction import whole_steps
     from bench.prediction.beside_measured import read_measured
@@ -194,18 +194,13 @@ def _measure(arguments: argparse.Namespace, comm) -> int:
                                 Cluster.from_environment())
     out = claim_folder(arguments.out, comm)
     batches = broadcast_from_rank_0(lambda: _list_batches(arguments, machine, comm.size), comm)
-    try:
-        record = whole_steps.measure_check(
-            batches, comm,
-            {"dtype": arguments.dtype, "seed": arguments.seed, "transport": transport},
-            arguments.rounds, lambda line: say(line) if comm.rank == 0 else None)
-    except WrongResult as wrong:
-        return report_failure("predict", f"{wrong}; no times were written", comm)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-    return publish(record if comm.rank == 0 else None, out, "check", comm,
-                   lambda record: arguments.show(
-                       compare_predictions(machine, list(read_measured(record)))))
+    chosen = {"dtype": arguments.dtype, "seed": arguments.seed, "transport": transport}
+    with as_usage_error():
+        return measure("check", lambda: whole_steps.measure_check(
+            batches, comm, chosen, arguments.rounds,
+            lambda line: say(line) if comm.rank == 0 else None), out, comm,
+            lambda record: arguments.show(
+                compare_predictions(machine, list(read_measured(record)))))
 
 
 def _list_batches(arguments: argparse.Namespace, machine: machine_model.Machine,

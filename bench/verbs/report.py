@@ -6,10 +6,10 @@ from pathlib import Path
 from bench.command_line import options
 from bench.errors import UsageError
 from bench.records.folder import read_folder
+from bench.records.run_file import report_left_out
 from bench.reports import merit, page, paper_tables
 from bench.reports.figures import every_figure
-from bench.reports.figures.style import METADATA, NotDrawn
-from mm3d.console import say
+from bench.reports.figures.style import METADATA, report_drawn
 
 GROUP = "Look at results"
 ON_ALL_RANKS = False
@@ -36,8 +36,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the tables, draw the figures, write the page; 1 when one cannot be drawn, else 0."""
-    folder, draws = arguments.folder, arguments.figures is not None
+    """Print the tables, draw the figures, write the page.
+
+    Return 1 when a figure cannot be drawn or a file was left out, else 0.
+    """
+    path, draws = Path(arguments.folder), arguments.figures is not None
     for name, needed in NEEDED.items():
         if getattr(arguments, name) not in (None, "text") and not (
                 getattr(arguments, needed) not in (None, False) if needed else
@@ -46,21 +49,23 @@ def run(arguments: argparse.Namespace) -> int:
                              + (f"give --{needed} too, or leave it out" if needed else
                                 "it is of tables; leave --figures and --page out"))
     if arguments.out:
-        path = Path(arguments.out)
-        if path.is_dir() or not path.parent.is_dir():
-            raise UsageError(f"--out {path}: a file in a folder that is there would do")
-    left_out: list[Exception] = []
+        page_file = Path(arguments.out)
+        if page_file.is_dir() or not page_file.parent.is_dir():
+            raise UsageError(f"--out {page_file}: a file in a folder that is there would do")
+    formats, told = arguments.figure_format or ["png"], list[Exception]()
+    if draws and path.suffix == ".json" and not path.is_dir() and not arguments.page:
+        return report_drawn(*every_figure.draw_trace(path, formats, arguments.figures))
+    found = read_folder(path)
+    statuses = [report_left_out(found.problems)]
     if draws:
-        drawn, left_out = every_figure.draw_figures(
-            folder, tuple(arguments.figure_format or ["png"]), arguments.figures,
-            bool(arguments.talk))
-        say(*drawn, *[f"not drawn: {why}" for why in left_out])
+        files, told = every_figure.draw_figures(found, formats, arguments.figures,
+                                                bool(arguments.talk))
+        statuses.append(report_drawn(files, told))
     if arguments.page:
-        path, more = page.write_page(folder, arguments.out)
-        more = [why for why in more if str(why) not in map(str, left_out)]    # each is said once
-        say(path, *[f"not drawn: {why}" for why in more])
-        left_out += more
+        file, more = page.write_page(found, arguments.out)
+        statuses.append(report_drawn([file], [    # each is said once
+            why for why in more if str(why) not in map(str, told)]))
     if not draws and not arguments.page:
-        arguments.show(merit.merit_document(folder) if arguments.parts else
-                       paper_tables.make_document(read_folder(folder)))
-    return int(any(isinstance(why, NotDrawn) for why in left_out))
+        arguments.show(merit.merit_document(found) if arguments.parts else
+                       paper_tables.make_document(found))
+    return max(statuses)

@@ -26,12 +26,12 @@ from bench.prediction import machine_model, node_memory
 from bench.records import model_run, run_file
 from bench.records.folder import read_folder
 from bench.records.journal import claim_folder
+from bench.records.kinds import sweep
 from bench.records.measurements import Group
 from bench.records.notes import split_checks
-from bench.reports import micro_tables
 from bench.reports.emulation.at_rates import join_rates
 from bench.reports.figures.link_sweep import make_sweep_drawings
-from bench.reports.figures.style import NotDrawn, save_drawings
+from bench.reports.figures.style import report_drawn, save_drawings
 from bench.command_line import grids, measuring, options, row_options
 from bench.command_line.publish import check_trace_file, publish_row
 from mm3d.arrays import backend as backends
@@ -275,12 +275,12 @@ def summarize(record: model_run.Run) -> str:
 def show_rates(folder: Path, show: Callable[[list[Part]], None]) -> int:
     """Print the tables of a folder's rows at several rates of links, and draw the picture.
 
-    Return 1 if it cannot be drawn, else 0, as for want of results.
+    Return 1 if it cannot be drawn or a file was left out, else 0, as for want of results.
     """
-    records = join_rates(read_folder(folder).rows)
+    found = read_folder(folder)
+    records = join_rates(found.rows)
     say()
-    show(micro_tables.make_parts(records))
+    show(sweep.tables(records))
     say()
-    drawn, left_out = save_drawings(make_sweep_drawings(records), folder)
-    say(*[f"picture: {path}" for path in drawn], *[f"not drawn: {why}" for why in left_out])
-    return int(any(isinstance(why, NotDrawn) for why in left_out))
+    return max(run_file.report_left_out(found.problems),
+               report_drawn(*save_drawings(make_sweep_drawings(records), folder)))

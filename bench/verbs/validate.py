@@ -3,8 +3,7 @@
 import argparse
 
 from bench.errors import Unreadable
-from bench.records import schema
-from bench.records.folder import list_files
+from bench.records import run_file, schema
 from bench.validation.files import check_file
 from bench.command_line import options
 from mm3d.console import say
@@ -30,30 +29,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the violations and warnings of each file.
+    """Print the violations and warnings of each file; 1 if one is not valid or not read, else 0.
 
-    Returns
-    -------
-    int
-        1 when a file is not valid; otherwise 2 when one cannot be read, so nobody knows whether it
-        is valid; otherwise 0.
-
-    Raises
-    ------
-    StoreError
-        When there is no such file.
+    Raises StoreError when there is no such file.
     """
-    status = unread = 0
-    for path in list_files(arguments.sources):
+    status, unread = 0, []
+    for path in run_file.files_among(arguments.sources):
         try:
             errors, warnings = check_file(path)
         except Unreadable as error:
-            say(f"{path}: NOT CHECKED\n  error: {error}")
-            unread = 2
+            unread.append(error)
             continue
         say(f"{path}: {'NOT VALID' if errors else 'valid'}")
         for kind, lines in (("error", errors), ("warning", warnings)):
             for line in lines:
                 say(f"  {kind}: {line}")
         status = max(status, int(bool(errors)))
-    return status or unread
+    return run_file.report_left_out(unread) or status

@@ -100,10 +100,10 @@ def loops(tmp_path):
 
 
 @pytest.mark.parametrize("words, status", [
-    (["report", "."], 0), (["report", "loop"], 2), (["report", ".", "--page"], 0),
+    (["report", "."], 1), (["report", "loop"], 2), (["report", ".", "--page"], 1),
     (["report", "loop", "--page"], 2),
     (["report", ".", "--page", "--out", "loop"], 2), (["validate", "."], 1), (["validate", "loop"],
-                                                                              2),
+                                                                              1),
     (["merge", "loop", "."], 2), (["merge", "all.h5", "loop.h5"], 2),
     (["report", "loop", "--figures"], 2),
     (["compare", ".", "loop"], 2), (["predict", "--results", "loop"], 2),

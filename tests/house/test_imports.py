@@ -295,10 +295,10 @@ REACH = {
     "mm3d.training.gpt": (82, 12350),
     "bench.verbs.draw.cube": (81, 12600),    # it runs products and a layer, dry; it drew a picture
     "bench.verbs.draw.schedule": (23, 2650),
-    "bench.verbs.merge": (47, 7000),
+    "bench.verbs.merge": (25, 3950),
     "bench.verbs.compare": (52, 7700),
     "bench.verbs.report": (67, 9600),    # 60 files, 8,000 lines
-    "bench.verbs.validate": (51, 7400),
+    "bench.verbs.validate": (45, 6450),
     "bench.verbs.run": (145, 23200)}    # 120 files, 16,000 lines
 EVENING = 3500    # lines
 REGISTRIES = {"mm3d.__init__", "mm3d.arrays.backend", "mm3d.transport.choice",

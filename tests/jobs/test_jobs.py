@@ -84,10 +84,10 @@ def test_supplied_sites_are_sound_and_render_all_rows(tmp_path, name, every):
 
 
 @pytest.mark.parametrize("old, new, message", [
-    ("[node]", "[node]\ncolour = 3", "node: there is no field 'colour': "),
+    ("[node]", "[node]\ncolour = 3", "node: field 'colour' is unknown: choose one of "),
     ("ranks = 4", "ranks = 'four'", "node.ranks: a whole number would do, not a text"),
     ("ranks = 4", "ranks = 0", "node.ranks = 0: must be at least 1"),
-    ("[node]", "[node]\ngpu_memry = '8 GB'", "there is no field 'gpu_memry': gpu_memory would"),
+    ("[node]", "[node]\ngpu_memry = '8 GB'", "; did you mean gpu_memory?"),
     ('time = "1:00:00"', "", "slurm: missing required field time"),
     ("1:00:00", "an hour", "slurm.time = 'an hour': may have letters, digits"),
     ("1:00:00", "soon", "slurm.time = 'soon': give it as 2:00:00 or 1-12:00:00"),
@@ -667,10 +667,10 @@ def test_a_job_that_cannot_be_noted_is_named(
 
 
 def test_collect_merges_and_names_what_is_missing(tmp_path, capsys, monkeypatch):
-    drawn = []
-    monkeypatch.setattr(finish, "draw_figures", lambda folder: drawn.append(folder) or ([], []))
-    monkeypatch.setattr(finish, "write_page", lambda folder: drawn.append(folder) or [folder])
-    name, out = site_file(tmp_path), tmp_path / "out"
+    name, out, drawn = site_file(tmp_path), tmp_path / "out", []
+    for verb, made in (("draw_figures", ([], [])), ("write_page", [out])):
+        monkeypatch.setattr(finish, verb, lambda found, made=made: drawn.append(
+            found.folder) or made)
     mine = work(tmp_path, name)
     other = make_case(select_rows("strong", "3d")[0], "tiny")
     mine.runs(ROW).mkdir(parents=True)

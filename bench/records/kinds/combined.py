@@ -12,7 +12,7 @@ import numpy as np
 from bench.document import Column, Notes, Part, make_table, spread
 from bench.records.kinds import Derived, medians
 from bench.records.measurements import Measurements
-from bench.records.notes import MODELLED, describe_cluster, largest_error
+from bench.records.notes import MODELLED, counted, describe_cluster, largest_error
 
 SCHEMAS = {
     "combined": {
@@ -174,12 +174,13 @@ def verdicts(found: Sequence[Sequence[Row]]) -> list[str]:
     said, computed = [], " that computed" * any(not row.waits for row in every)
     if errors:
         said.append(
-            f"{len(errors)} rows{computed}: predictions are {100 * np.median(errors):.0f} % off "
-            f"in the median, {100 * max(errors):.0f} % at most; the goal is "
-            f"{100 * GOAL_ERROR:.0f} % in the median, {_met(np.median(errors) <= GOAL_ERROR)}.")
+            f"{counted(len(errors), 'row')}{computed}: predictions are "
+            f"{100 * np.median(errors):.0f} % off in the median, {100 * max(errors):.0f} % at "
+            f"most; the goal is {100 * GOAL_ERROR:.0f} % in the median, "
+            f"{_met(np.median(errors) <= GOAL_ERROR)}.")
     if len(errors) < len(every):
-        said.append(f"{len(every) - len(errors)} rows{computed}: nothing was predicted, and in "
-                    f"their groups nothing is chosen.")
+        said.append(f"{counted(len(every) - len(errors), 'row')}{computed}: nothing was "
+                    f"predicted, and in their groups nothing is chosen.")
     for rows in found:
         if len(rows) == 1 or not all(row.is_predicted for row in rows):
             continue

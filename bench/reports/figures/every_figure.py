@@ -5,10 +5,10 @@ import re
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Iterator, Sequence
+from typing import Iterable, Iterator, Sequence
 
 from bench.errors import UsageError
-from bench.records.folder import FolderContents, read_folder
+from bench.records.folder import FolderContents
 from bench.records.measurements import Measurements
 from bench.reports.emulated import waited_rows
 from bench.reports.figures import experts, link_sweep, style
@@ -99,15 +99,13 @@ def _sizes(record: Measurements) -> str:
     return f"{chosen['form']}-{'x'.join(str(chosen[letter]) for letter in 'MNK')}"
 
 
-def draw_figures(folder: str | Path, formats: tuple[str, ...] = ("png",),
+def draw_figures(found: FolderContents, formats: Sequence[str] = ("png",),
                  names: str = "", talk: bool = False) -> tuple[list[Path], list[LeftOut]]:
     """Draw the figures of every preset in a folder of results into that folder.
 
     Parameters
     ----------
-    folder : path
-        With the results; or a trace, the file of ``--trace``, whose name ends in .json.
-    formats : tuple of str
+    formats : sequence of str
         Formats of `style.METADATA`.
     names : str
         Beginnings of the names of figures, with commas between; "" draws all.
@@ -117,28 +115,34 @@ def draw_figures(folder: str | Path, formats: tuple[str, ...] = ("png",),
     Returns
     -------
     list of Path, list of LeftOut
-        The files, and the figures that are not drawn and files that are not read, with reasons.
+        The files, and the figures that are not drawn, with reasons.
 
     Raises
     ------
-    StoreError
-        When there are no results in `folder`.
     UsageError
         When no figure has a name with one of these beginnings.
     """
-    if Path(folder).suffix == ".json" and not Path(folder).is_dir():    # a trace
-        home, every, unread = Path(folder).parent, [_by_name("trace.trace_drawing", folder)], []
-    else:
-        found = read_folder(folder)
-        home, unread = found.folder, found.problems
-        every = list(make_row_drawings(found, True) if talk else make_drawings(found))
+    drawn, left_out = _draw_named(make_row_drawings(found, True) if talk else make_drawings(found),
+                                  found.folder, formats, names)
+    if not drawn and not left_out:
+        left_out.append(LeftOut("all figures: nothing was measured that has one"))
+    return drawn, left_out
+
+
+def draw_trace(path: Path, formats: Sequence[str] = ("png",),
+               names: str = "") -> tuple[list[Path], list[LeftOut]]:
+    """Draw a trace, the file of ``--trace``, beside it; otherwise as `draw_figures`."""
+    return _draw_named([_by_name("trace.trace_drawing", path)], path.parent, formats, names)
+
+
+def _draw_named(drawings: Iterable[Drawing], folder: Path, formats: Sequence[str],
+                names: str) -> tuple[list[Path], list[LeftOut]]:
+    """Draw the figures whose names begin with one of `names`; see `draw_figures`."""
+    every = list(drawings)
     begins = tuple(filter(None, names.casefold().split(",")))
     for begin in begins:
         if not any(one.name.casefold().startswith(begin) for one in every):
             raise UsageError(f"--figures {begin}: no figure's name begins so; there is "
                              f"{', '.join(one.name for one in every) or 'none'}")
-    drawings = [one for one in every if one.name.casefold().startswith(begins or "")]
-    drawn, left_out = style.save_drawings(drawings, home, formats)
-    if not drawn and not left_out:
-        left_out.append(LeftOut(f"all figures: nothing was measured in {folder} that has one"))
-    return drawn, [*left_out, *map(LeftOut, unread)]
+    return style.save_drawings([one for one in every if one.name.casefold().startswith(
+        begins or "")], folder, formats)

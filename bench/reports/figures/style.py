@@ -11,10 +11,9 @@ from typing import Any, Callable, Iterable, Iterator, Sequence
 
 from bench.errors import UsageError
 from bench.records import atomic
-from mm3d.console import say
+from mm3d.console import complain, say
 
-# Okabe and Ito's colours, distinguishable with every kind of colour vision; markers differ too,
-# for print.
+# Okabe and Ito's colours, told apart with every kind of colour vision; markers, for print.
 VERMILION, GREEN, BLUE, ORANGE = "#D55E00", "#009E73", "#0072B2", "#E69F00"
 PURPLE, SKY, YELLOW = "#CC79A7", "#56B4E9", "#F0E442"
 LIGHT_GREY, DARK_GREY = "#BBBBBB", "#666666"
@@ -97,8 +96,10 @@ def _not_drawn(*errors: type[Exception]) -> Iterator[None]:
 def save_picture(path: str | os.PathLike, make: Callable[[], Any], **options: Any) -> Path:
     """Draw a figure into a file, in the format that the file's name ends in; return the file.
 
-    Parameters and errors as those of `draw_image`; NotDrawn also when the file cannot be written.
+    Parameters and errors as those of `draw_image` and, before it is drawn, of `check_name`;
+    NotDrawn also when the file cannot be written.
     """
+    check_name(path)
     return _write(path, draw_image(make, Path(path).suffix[1:], **options))
 
 
@@ -230,19 +231,25 @@ def label_powers(axis, base: int = 10) -> None:
 def draw_pictures(draws: Iterable[Callable[[], Path]]) -> int:
     """Draw pictures and print the path of each, or why it is not drawn; 1 if one is not, else 0.
 
-    Parameters
-    ----------
-    draws : iterable of callables
-        Each draws a picture and returns its path, or raises `LeftOut`.
+    Each of `draws` returns the path, or raises `LeftOut`.
     """
     status = 0
     for draw in draws:
         try:
-            line = str(draw())
+            say(draw())
         except LeftOut as why:
-            line, status = f"not drawn: {why}", 1
-        say(line)
+            complain(f"not drawn: {why}")
+            status = 1
     return status
+
+
+def report_drawn(files: Iterable[Path], left_out: Sequence[LeftOut]) -> int:
+    """Print the pictures of a folder, and why others are not drawn; 1 if one cannot be, else 0."""
+    for path in files:
+        say(path)
+    for why in left_out:
+        (complain if isinstance(why, NotDrawn) else say)(f"not drawn: {why}")
+    return int(any(isinstance(why, NotDrawn) for why in left_out))
 
 
 @dataclass(frozen=True)

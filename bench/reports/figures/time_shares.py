@@ -4,6 +4,7 @@ import itertools
 from typing import Iterable, Sequence
 
 from bench.cases.paper import HEADINGS, title
+from bench.document import number_cell
 from bench.records.folder import Results
 from bench.records.model_run import Run
 from bench.reports import time_parts
@@ -95,7 +96,8 @@ def _stacked(panel, place: int, shares: dict[str, dict[str, float]],
         whole = sum(shares[phase].values())
         draw_stack(panel, place + side, [(100 * shares[phase].get(name, 0.0) / whole, *look, "")
                                          for name, look in looks.items()])
-        panel.text(place + side, 101, f"{whole:.2g}", ha="center", va="bottom", fontsize=size)
+        seconds = number_cell(whole, ".0f" if whole >= 100 else "#.2g")
+        panel.text(place + side, 101, str(seconds), ha="center", va="bottom", fontsize=size)
 
 
 def _labels(figure, traced: dict, looks: dict[str, tuple[str, str | None]]) -> None:

@@ -8,6 +8,7 @@ from bench.experiments.products.matmul import Limits, check_results
 from bench.experiments.products.problem import Problem, product_grid
 from bench.errors import UsageError, WrongResult
 from bench.records import run_file
+from bench.records.folder import read_folder
 from bench.records.kinds.products import copied_operands, record_grids
 from bench.reports.figures import every_figure
 from bench.validation.files import check_file
@@ -41,7 +42,7 @@ def test_every_product_on_eight_ranks(comm, tmp_path):
     assert " =  " in text and " NO " not in text and "closed form" in text
     path = run_file.write_run(record, tmp_path, "products")
     assert check_file(path)[0] == []
-    drawn, left_out = every_figure.draw_figures(tmp_path)
+    drawn, left_out = every_figure.draw_figures(read_folder(tmp_path))
     assert len(drawn) == 2 and not left_out and all(one.stat().st_size > 1000 for one in drawn)
     found["words"][0, 0] += 1
     assert " NO " in format_record(record)

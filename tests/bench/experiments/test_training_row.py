@@ -20,6 +20,7 @@ from bench.prediction.seconds import collective_terms, work_seconds
 from bench.prediction.similarity import emulating_machine
 from bench.prediction.pipelines.waited_step import PARTS, find_machine, predict_waited
 from bench.records import run_file
+from bench.records.folder import read_folder
 from bench.records.kinds import combined as kind
 from bench.reports.figures.every_figure import draw_figures
 from mm3d import launcher
@@ -186,9 +187,9 @@ def test_rows_that_computed_stand_beside_those_that_waited(tmp_path):
     assert "2 nodes; computed on numpy" in text and "2x4" not in text.partition("computed")[2]
     line = next(line for line in text.splitlines() if "cannot tell: no machine given" in line)
     assert "data 8, ZeRO 1, serial" in line and "chosen" not in line
-    assert "1 rows that computed: nothing was predicted" in text and "by machine longhorn" in text
+    assert "1 row that computed: nothing was predicted" in text and "by machine longhorn" in text
     assert text.count("a planner chooses") == 1
-    drawn, left_out = draw_figures(tmp_path)
+    drawn, left_out = draw_figures(read_folder(tmp_path))
     assert [path.name for path in drawn] == ["training-steps-on-meshes.png"] and not left_out
 
 

@@ -215,7 +215,7 @@ def test_all_are_one_line_each():
 @pytest.mark.parametrize("change, match", [
     (('title = "Made up"', ""), "made.toml: missing required field title"),
     (('name = "Table 1"', ""), r"tables\[0\]: missing required field name"),
-    (('source = "nowhere"', 'sauce = "no"'), "there is no field 'sauce': source would do"),
+    (('source = "nowhere"', 'sauce = "no"'), "field 'sauce' is unknown.*; did you mean source"),
     (("constants = {per = 2}", "constants = {per 2}"), "made.toml: "),
     (('formula = "ratio"\ngiven = {over = ["count", "size"]}', 'formula = "ratoi"'),
      "formula 'ratoi' is unknown.*did you mean ratio?"),

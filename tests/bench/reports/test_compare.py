@@ -71,11 +71,23 @@ def test_a_regression_beyond_the_limit_fails(sets, capsys):
     b = write_set(sets[1], 1, {0: 0.7, 1: 1.2}, rows=ROWS[:2])
     for limit, status in (("15", 1), ("30", 0), ("0", 1)):
         assert main(["compare", a, b, "--fail-on-regression", limit]) == status
-        out = capsys.readouterr().out
-        assert (f"Slower by more than {limit} %" in out) == bool(status)
+        said = capsys.readouterr().err
+        assert said.startswith(f"slower by more than {limit} %: weak 1-D 16" * status)
+        assert said.count("\n") == status
     # The other way round the third of 1 / 0.7 is the regression.
     assert main(["compare", b, a, "--fail-on-regression", "30"]) == 1
-    assert "weak 1-D 8 ranks, laptop: 4" in capsys.readouterr().out
+    assert "weak 1-D 8 ranks, laptop: 4" in capsys.readouterr().err
+
+
+def test_a_case_that_is_lost_is_no_success(sets, capsys):
+    """Of A: a new one, which B has alone, has nothing to be compared with."""
+    a, b = write_set(sets[0], 0, rows=ROWS[:2]), write_set(sets[1], 0, rows=ROWS[:1])
+    for sides, status in (((a, b), 1), ((b, a), 0)):
+        assert main(["compare", *sides]) == 0
+        capsys.readouterr()
+        assert main(["compare", *sides, "--format=csv", "--fail-on-regression=5"]) == status
+        assert capsys.readouterr().err == (
+            "only in A, and so not judged: weak 1-D 16 ranks, laptop\n" * status)
 
 
 def test_slower_without_proof_is_no_regression(sets, capsys):
@@ -183,8 +195,10 @@ def test_nothing_in_common_is_refused(sets, capsys):
 def test_damaged_files_are_named_and_a_folder_of_them_is_refused(sets, capsys):
     a, b = (write_set(folder, 0, runs=1, rows=ROWS[:1]) for folder in sets)
     (sets[1] / "cut.h5").write_bytes(next(sets[0].glob("*.h5")).read_bytes()[:3000])
-    assert main(["compare", a, b]) == 0
-    assert "cut.h5 is truncated, damaged" in " ".join(capsys.readouterr().out.split())
+    assert main(["compare", a, b]) == 1
+    said = capsys.readouterr()
+    assert "cut.h5 is truncated, damaged" in " ".join(said.out.split())
+    assert said.err.startswith(f"left out: {b}/cut.h5 is ") and said.err.count("\n") == 1
     assert main(["compare", a, str(sets[1] / "cut.h5")]) == 2
     assert "no results in" in capsys.readouterr().err
     assert main(["compare", a, str(sets[1] / "none")]) == 2

@@ -160,7 +160,7 @@ def test_a_presets_name_cannot_leave_the_folder(tmp_path):
     run.configuration["preset"] = "../up $x_{"
     (tmp_path / "in").mkdir()
     run_file.write_run(run, tmp_path / "in", "weak")
-    files, _ = every_figure.draw_figures(tmp_path / "in")
+    files, _ = every_figure.draw_figures(read_folder(tmp_path / "in"))
     assert {path.parent for path in files} == {tmp_path / "in"}
     assert "average-step-time-..-up--x_-.png" in {path.name for path in files}
 
@@ -236,7 +236,7 @@ def test_what_was_not_recorded_leaves_its_figure_out(tmp_path, lacking):
     run = limited(select_rows("weak", "3d")[0])
     del run.groups[lacking]
     run_file.write_run(run, tmp_path, "weak")
-    _, left_out = every_figure.draw_figures(tmp_path, names="where,roofline,memory")
+    _, left_out = every_figure.draw_figures(read_folder(tmp_path), names="where,roofline,memory")
     named = {"parts": {"where-the-time-goes-laptop", "roofline-laptop"},
              "machine": {"roofline-laptop"}, "memory": {"memory-per-rank-laptop"}}
     assert {str(why).partition(":")[0] for why in left_out} == named[lacking]
@@ -276,10 +276,10 @@ def test_zeros_alone_have_an_axis_without_a_warning(recwarn):
 def test_microbenchmarks_alone_have_no_figures(tmp_path, capsys):
     run_file.write_run(matmul_record(), tmp_path, "matmul")
     (tmp_path / "cut.h5").write_bytes(b"no more")
-    assert main(["report", str(tmp_path), "--figures"]) == 0
-    first, second = capsys.readouterr().out.splitlines()
-    assert first.startswith("not drawn: all figures: nothing was measured in")
-    assert second.startswith(f"not drawn: {tmp_path}/cut.h5 is truncated")
+    assert main(["report", str(tmp_path), "--figures"]) == 1    # for the file alone
+    said = capsys.readouterr()
+    assert said.out == "not drawn: all figures: nothing was measured that has one\n"
+    assert said.err.startswith(f"left out: {tmp_path}/cut.h5 is truncated")
     assert not list(tmp_path.glob("*.png"))
 
 

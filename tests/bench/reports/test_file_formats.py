@@ -43,7 +43,7 @@ def test_help_prints_a_format_and_a_file_that_has_it(option, said, capsys):
 
 
 @pytest.mark.parametrize("text, said", [
-    ("layer = 3", "there is no field 'layer': layers would do"),
+    ("layer = 3", "; did you mean layers?"),
     ('name = "m"\nlayers = 2', "missing required fields hidden, heads, vocab, seq"),
     ('name = "m"\nlayers = 2\nhidden = 8\nheads = 2\nvocab = "9"\nseq = 4',
      "vocab: a whole number would do, not a text"),

@@ -153,7 +153,7 @@ def test_a_picture_of_rates_that_cannot_be_drawn_is_a_failure(tmp_path, monkeypa
         run_file.write_run(run, tmp_path, f"row-{number}")
     assert run_verb.show_rates(tmp_path, lambda parts: None) == status
     assert f"not drawn: where-each-is-fastest-strong-p008-emulated: {why}" in (
-        capsys.readouterr().out)
+        capsys.readouterr()[status])    # on standard error if it fails
 
 
 def test_rows_at_several_rates_are_joined():

@@ -88,7 +88,8 @@ def test_layers_and_products_of_other_verbs_are_read():
                              {"forward": 0.2})
     guess = predict_seconds(CPU, one.work, "float64")
     off = f"{sum(guess.values()) / 0.5 - 1:+.0%}"
-    assert off in render(compare_predictions(CPU, [one]))
+    text = render(compare_predictions(CPU, [one]))
+    assert off in text and ": 1 run, error " in text
 
 
 def test_a_measured_machine_is_for_its_own_ranks():

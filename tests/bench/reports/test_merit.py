@@ -8,6 +8,7 @@ from bench.cases.selection import select_rows
 from bench.instruments.spans import part_names
 from bench.instruments.step_tracing import parts_group
 from bench.records import run_file
+from bench.records.folder import read_folder
 from bench.records.measurements import Group, Variable
 from bench.reports import merit
 from bench.reports.formats import render
@@ -73,7 +74,7 @@ def test_figures_that_were_not_measured_are_missing_not_zero():
 def test_parts_and_figures_are_printed(tmp_path):
     run_file.write_run(run_with_everything(), tmp_path, "a")
     (tmp_path / "cut.h5").write_bytes(b"no more")
-    printed = render(merit.merit_document(tmp_path))
+    printed = render(merit.merit_document(read_folder(tmp_path)))
     assert "Left out:" in printed and "cut.h5 is truncated" in " ".join(printed.split())
     lines = [line.split() for line in printed.splitlines()]
     assert ["forward", "0.5", "2", "0", "0", "0", "2.5", "0", "5", "4", "1.25"] in lines

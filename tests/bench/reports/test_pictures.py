@@ -17,7 +17,7 @@ from bench.prediction.pipelines import schedule_costs
 from bench.records import run_file
 from bench.records.folder import read_folder
 from bench.reports.figures import (cube, every_figure, prediction, roofline_and_memory, schedules,
-                                   style)
+                                   style, time_shares)
 from bench.reports.figures.frames import MOST_RANKS, colour_of
 from bench.reports.figures.layer_parts import LayerParts
 from bench.reports.figures.rank_panels import RankPanels
@@ -88,6 +88,11 @@ def test_figures_of_measured_results(tmp_path, texts, measured):
     files, left_out = style.save_drawings(every_figure.make_drawings(measured), tmp_path)
     assert len(files) == len(every_figure.FIGURES) and not left_out
     assert list(texts.problems()) == [] and texts.pictures == len(files)
+
+
+def test_seconds_above_bars_have_two_digits(measured):
+    weak, _ = time_shares.draw_time_shares(measured.results[0]).axes
+    assert {"0.90", "3.0", "4.0", "14"} <= {text.get_text() for text in weak.texts}
 
 
 def test_points_lie_under_the_roof_that_they_are_compared_with(measured):

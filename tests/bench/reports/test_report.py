@@ -10,6 +10,7 @@ from bench.__main__ import main
 from bench.cases.paper import load_tables, title
 from bench.cases.selection import select_rows
 from bench.records import run_file
+from bench.records.folder import read_folder
 from bench.document import Notes
 from bench.reports.page import warning_notes, write_page
 from records import draw_only, made_up, matmul_record, write_all
@@ -43,7 +44,7 @@ def folder(tmp_path_factory):
     write_all(folder, oversubscribed=True)
     run_file.write_run(matmul_record(), folder, "matmul")
     (folder / "cut.h5").write_bytes(b"\x89HDF\r\n\x1a\nno more")
-    write_page(folder)
+    write_page(read_folder(folder))
     return folder
 
 
@@ -91,7 +92,7 @@ def test_figures_come_first_and_runs_in_the_order_of_the_paper(tmp_path, monkeyp
         run = made_up(row, created=f"2030-01-02T03:04:{k:02d}+00:00")
         run.configuration.update({"equal_tokens": "3d"} if k == len(rows) else {})
         run_file.write_run(run, tmp_path, str(k))
-    source = write_page(tmp_path)[0].read_text()
+    source = write_page(read_folder(tmp_path))[0].read_text()
     assert 0 < source.index('id="figures"') < source.index('id="results"') < source.index(
         'id="each"')
     first, *others = [f"{row.table} {title(row.scheme)} {row.gpus} ranks, laptop"
@@ -138,7 +139,7 @@ def test_hostile_text_in_a_record_is_only_text(tmp_path, monkeypatch):
     record = matmul_record()
     record.configuration["form"] = HOSTILE
     run_file.write_run(record, tmp_path, "matmul")
-    page = Page(write_page(tmp_path, tmp_path / "page.html")[0])
+    page = Page(write_page(read_folder(tmp_path), tmp_path / "page.html")[0])
     assert "script" not in page.tags and page.tags.count("style") == 1
     assert {value for tag, name, value in page.references if tag == "img"
             and not value.startswith("data:")} == set()
@@ -149,7 +150,7 @@ def test_the_verb_says_where_the_page_is(tmp_path, capsys):
     folder, out = tmp_path / "few", tmp_path / "page.html"
     folder.mkdir()
     run_file.write_run(matmul_record(), folder, "matmul")
-    write_page(folder)
+    write_page(read_folder(folder))
     assert main(["report", str(folder), "--page", "--out", str(out)]) == 0
     assert main(["report", *map(str, folder.glob("*.h5")), "--page"]) == 0    # beside the file
     assert capsys.readouterr().out.split() == [str(out), str(folder / "report.html")]

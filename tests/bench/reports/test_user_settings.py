@@ -12,11 +12,14 @@ import pytest
 
 from bench.__main__ import main
 from bench.cases.selection import select_rows
+from bench.errors import UsageError
 from bench.records import run_file
+from bench.records.folder import read_folder
 from bench.reports import page
 from bench.reports.figures import against_ranks, roofline_and_memory, style
 from bench.reports.finish import write_tables_and_figures
 from records import draw_only, made_up
+from support import ROOT
 
 RC = """
 text.usetex: True
@@ -118,14 +121,13 @@ def test_a_figure_that_cannot_be_drawn_is_one_line(one_run, monkeypatch, capsys)
     """The others are drawn, and what is printed and written beside them is not lost."""
     monkeypatch.setattr(roofline_and_memory, "draw_roofline", lambda _: Unwritable())
     write_tables_and_figures(one_run)
-    *_, line, last = capsys.readouterr().out.splitlines()
-    assert line == "not drawn: roofline-laptop: RuntimeError: no letters"
-    assert last.endswith("; figures: average-step-time-laptop.png")
+    said, line = capsys.readouterr(), "not drawn: roofline-laptop: RuntimeError: no letters\n"
+    assert said.err == line and said.out.endswith("; figures: average-step-time-laptop.png\n")
     assert (one_run / "average-step-time-laptop.png").exists()
     assert "RuntimeError: no letters" in (one_run / "report.html").read_text()
     for more in ([], ["--figures"]):    # each is said once
         assert main(["report", str(one_run), "--page", *more]) == 1
-        assert capsys.readouterr().out.count(line) == 1
+        assert capsys.readouterr().err == line
 
 
 def test_figures_that_are_drawn_are_named_where_the_page_cannot_be_written(
@@ -142,7 +144,7 @@ def test_an_error_of_the_program_is_not_hidden(one_run, monkeypatch, capsys):
     """Only the end of a run that has measured goes on, after it is printed."""
     monkeypatch.setattr(against_ranks, "draw_step_times", wrong)
     for draw_all in (lambda: main(["report", str(one_run), "--figures"]),
-                     lambda: page.write_page(one_run)):
+                     lambda: page.write_page(read_folder(one_run))):
         with pytest.raises(ZeroDivisionError, match="of the program"):
             draw_all()
     capsys.readouterr()
@@ -154,8 +156,8 @@ def test_an_error_of_the_program_is_not_hidden(one_run, monkeypatch, capsys):
 def test_a_style_that_cannot_be_read_is_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(resources, "files", lambda _: tmp_path)    # without a style file
     assert main(["cube", "--grid=2x1x1", "--out", str(tmp_path / "a.png")]) == 1
-    said = capsys.readouterr().out.splitlines()
-    assert said[-1].startswith("not drawn: ") and "not drawn" not in "".join(said[:-1])
+    said = capsys.readouterr().err
+    assert said.startswith("not drawn: ") and said.count("\n") == 1
 
 
 def test_a_picture_that_cannot_be_written_is_one_line(capsys):
@@ -165,12 +167,17 @@ def test_a_picture_that_cannot_be_written_is_one_line(capsys):
     assert said.out.startswith("table,step,")    # the steps are not lost
 
 
+def test_a_wrong_ending_is_refused_before_anything_is_drawn():
+    with pytest.raises(UsageError, match=r"a.jpg: a picture's name ends in .png, .svg or .pdf"):
+        style.save_picture("a.jpg", lambda: pytest.fail("it was drawn"))
+
+
 def test_pictures_after_one_that_fails_are_drawn(tmp_path, capsys):
     def fails():
         raise style.LeftOut("for a reason")
     assert style.draw_pictures([fails, lambda: tmp_path]) == 1
     said = capsys.readouterr()
-    assert said.out == f"not drawn: for a reason\n{tmp_path}\n" and not said.err
+    assert said == (f"{tmp_path}\n", "not drawn: for a reason\n")
 
 
 def test_without_matplotlib_tables_are_written(tmp_path):
@@ -182,7 +189,7 @@ def test_without_matplotlib_tables_are_written(tmp_path):
     (tmp_path / "matplotlib" / "__init__.py").write_text("raise ImportError('no matplotlib')")
     done = subprocess.run(
         [sys.executable, "-m", "bench", "report", "results", "--figures"], cwd=tmp_path, text=True,
-        capture_output=True, env=os.environ | {"PYTHONPATH": str(tmp_path)})
-    assert done.returncode == 1 and not done.stderr
-    assert {line.split(": ", 2)[2] for line in done.stdout.splitlines()} == {
+        capture_output=True, env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"})
+    assert done.returncode == 1
+    assert {line.split(": ", 2)[2] for line in done.stderr.splitlines()} == {
         "ImportError: no matplotlib"}
