@@ -17,10 +17,10 @@ from typing import Iterable
 import numpy as np
 
 from bench.cases.variants import itemsize
-from bench.prediction.pipelines.chunk_events import events_of_chunk, run_few
-from bench.prediction.pipelines.hop_seconds import place_moves, seconds_of_moves, stage_moves
 from bench.prediction.kernels import priced
 from bench.prediction.machine_model import Machine
+from bench.prediction.pipelines.chunk_events import events_of_chunk, run_few
+from bench.prediction.pipelines.hop_seconds import place_moves, seconds_of_moves, stage_moves
 from bench.prediction.pipelines.pipeline_model import PASSES, PipelineModel
 from bench.prediction.seconds import REPLICAS, Terms, achieved_seconds, trace_terms, with_strides
 from mm3d.grid.shape import GridShape

@@ -12,17 +12,17 @@ from typing import NamedTuple, Sequence
 import numpy as np
 
 from bench.cases.variants import itemsize
-from bench.prediction.pipelines.chunk_events import run_once
 from bench.prediction.closed_form_plan import PhaseWork, Price, collectives_of, grid_work
+from bench.prediction.kernels import attention_of, priced
 from bench.prediction.layer_blocks import (BlockSizes, LayerKind, elementwise_coefficients,
                                            launches)
-from bench.prediction.kernels import attention_of, priced
+from bench.prediction.pipelines.chunk_events import run_once
 from bench.prediction.pipelines.pipeline_model import LAYERS, PASSES, PipelineModel, build_once
+from bench.prediction.pipelines.training_step import own_experts
 from bench.prediction.seconds import achieved_seconds, gemm_seconds, trace_terms, with_strides
 from bench.prediction.training_plans.choices import Choice, Training
 from bench.prediction.training_plans.expert_work import (EXPERTS, WIDE, Calls, exchanges,
                                                          gathered_words, split_seconds)
-from bench.prediction.pipelines.training_step import own_experts
 from mm3d import ModelSizes
 from mm3d.grid.activations import chunks_of
 from mm3d.grid.shape import GridShape
