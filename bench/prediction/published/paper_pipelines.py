@@ -11,11 +11,11 @@ import msgspec
 
 from bench.cases.case import make_case
 from bench.cases.paper import Row, load_tables
-from bench.prediction.published import scaling
-from bench.prediction.published.paper_fit import Outcome
 from bench.prediction.pipelines.pipeline_model import PipelineModel
 from bench.prediction.pipelines.pipeline_seconds import (PredictedPipeline, largest_peak_bytes,
                                                          predict_pipeline)
+from bench.prediction.published import scaling
+from bench.prediction.published.paper_fit import Outcome
 from mm3d.model.stack import Stack
 from mm3d.schemes import find_scheme
 from mm3d.training.batches import divide_rows
