@@ -81,8 +81,18 @@ def test_the_tree_takes_as_many_ranks_as_the_state_needs(rules, tmp_path):
     assert [*found.values()] == [1, 2, 4, 8, 8]
 
 
-def test_rules_have_their_mesh_and_layers_and_the_planner_is_the_fastest(rules):
+def test_rules_have_their_mesh_and_layers_and_the_planner_is_the_fastest(rules, monkeypatch):
+    """Their searches predict no plan twice, and find what each finds alone."""
+    predicted, predict = [], search.predict_step
+
+    def counting(model, machine, **how):
+        predicted.append((model, how["inside"]))
+        return predict(model, machine, **how)
+    monkeypatch.setattr(search, "predict_step", counting)
     (found,) = check_rules(load_rules(rules("[2, 4]", layers=LLAMA)), H100, "float16")
+    assert len(predicted) == len({*predicted}) > 20
+    alone = BestOnly(found[3].training).run().best
+    assert (alone.choice, alone.seconds) == (found[3].plan.choice, found[3].plan.seconds)
     for one in found:
         architecture = one.plan.model.stack.architecture
         assert architecture.kv_heads == 4 and architecture.perceptron == "swiglu"
@@ -98,21 +108,6 @@ def test_rules_have_their_mesh_and_layers_and_the_planner_is_the_fastest(rules):
     assert (tree.places, tree.stages, tree.data) == (1, 1, 8)
     assert found[1].plan.seconds < found[0].plan.seconds
     assert found[5].plan.seconds <= min(one.plan.seconds for one in found)
-
-
-def test_searches_of_a_rule_predict_no_plan_twice_and_find_what_each_finds_alone(
-        rules, monkeypatch):
-    predicted, predict = [], search.predict_step
-
-    def counting(model, machine, **how):
-        predicted.append((model, how["inside"]))
-        return predict(model, machine, **how)
-    monkeypatch.setattr(search, "predict_step", counting)
-    (found,) = check_rules(load_rules(rules("[2, 4]")), H100, "float16")
-    assert len(predicted) == len({*predicted}) > 20
-    for one in found[1::2]:
-        alone = BestOnly(one.training).run().best
-        assert (alone.choice, alone.seconds) == (one.plan.choice, one.plan.seconds)
 
 
 def test_the_verb_says_why_a_rule_has_no_plan(rules, capsys):
