@@ -1,8 +1,8 @@
-"""Show the progress of many rows on a terminal or in a log, or of one search on a terminal."""
+"""Show the progress of many rows, or of one search, on a terminal or in a log."""
 
 import time
 
-from mm3d.console import say
+from mm3d.console import complain, say
 from tqdm import tqdm
 
 
@@ -52,15 +52,29 @@ class RowProgress:
 
 
 class StatusLine:
-    """Show a line on a terminal that says what is done now, and nothing in a log."""
+    """Say what is done now: on a terminal in one line, in a log by a line from time to time.
+
+    Parameters
+    ----------
+    every : float
+        Seconds between two lines of a log, which go to standard error, and before the first.
+    """
+
+    def __init__(self, every: float = 30.0) -> None:
+        self.every = every
 
     def __enter__(self) -> "StatusLine":
         self._bar = tqdm(bar_format="{desc}", disable=None, dynamic_ncols=True, leave=False)
+        self._last = time.monotonic()
         return self
 
     def __exit__(self, *failure: object) -> None:
         self._bar.close()
 
     def show(self, line: str) -> None:
-        """Put a line in place of the one before."""
-        self._bar.set_description_str(line)
+        """Put a line in place of the one before, or after it if that is old enough."""
+        if not self._bar.disable:
+            self._bar.set_description_str(line)
+        elif time.monotonic() - self._last >= self.every:
+            complain(line)
+            self._last = time.monotonic()

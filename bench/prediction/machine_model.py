@@ -24,7 +24,7 @@ SMALLEST, LARGEST = 1e-30, 1e30    # so that no quotient of two numbers is 0 or 
 LEAST = {**dict.fromkeys(("launch_seconds", "seconds_per_message", "gemm_half_size",
                           "gemm_seconds", "block", "ranks", "cores", "waiting",
                           "node_waiting"), 0),
-         "alpha": -LARGEST, "beta": -LARGEST}    # of others it is `SMALLEST`
+         "ranks_per_node": 1, "alpha": -LARGEST, "beta": -LARGEST}    # of others it is `SMALLEST`
 NUMBERS = ("gemm_rate", "gemm_deviations", "waiting", "node_waiting")    # by names
 SHAPE = re.compile("x".join([r"0*[1-9]\d*"] * 3))    # of a product
 RETIRED = ("call_seconds", "peer_seconds")    # 0 in all files that were measured

@@ -197,7 +197,7 @@ def _rules(arguments: argparse.Namespace) -> int:
 
 def _map(arguments: argparse.Namespace) -> int:
     """Print, and draw, where X x Y x Z is faster than 1 x t x 1; return 0."""
-    from bench.prediction.meshes.kind_map import Asked, FACTORS, map_kinds
+    from bench.prediction.meshes.kind_map import FACTORS, map_kinds
     from bench.reports.plans.kind_map import map_parts
     _require(arguments, "model", "batch")
     options.refuse(arguments, ("contexts", *OF_TRAININGS,
@@ -207,7 +207,7 @@ def _map(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--map {max(arguments.map)}: at most {MOST_RANKS} GPUs would do")
     gpt, dtype = model_options.read_model(arguments), arguments.dtype or "float16"
     machine = machine_model.load_machine(arguments.machine, dtype)
-    asked = Asked(gpt, arguments.batch, gpt.seq, dtype, machine)
+    asked = Training(gpt, 1, arguments.batch, gpt.seq, dtype, machine)
     rates = [factor * machine.network.bytes_per_second for factor in FACTORS]
     with StatusLine() as status:
         places = [*map_kinds(asked, arguments.map, rates, status.show)]
@@ -220,7 +220,7 @@ def _map(arguments: argparse.Namespace) -> int:
 
 def _contexts(arguments: argparse.Namespace) -> int:
     """Print both ways of contexts beside each other; return 0."""
-    from bench.prediction.meshes.context_ways import Asked, LENGTHS, list_places
+    from bench.prediction.meshes.context_ways import LENGTHS, list_places
     from bench.reports.plans.context_ways import context_parts
     _require(arguments, "model")
     options.refuse(arguments, ("batch", "layers", *OF_TRAININGS, *OF_LAYERS), (
@@ -229,8 +229,9 @@ def _contexts(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--contexts {','.join(map(str, arguments.contexts))}: numbers from 2 to "
                          f"{MOST_CONTEXT} would do")
     lengths, dtype = [arguments.seq] if arguments.seq else LENGTHS, arguments.dtype or "float16"
-    asked = Asked(model_options.read_model(arguments), dtype,
-                  machine_model.load_machine(arguments.machine, dtype))
+    gpt = model_options.read_model(arguments)
+    asked = Training(gpt, 1, 1, gpt.seq, dtype,
+                     machine_model.load_machine(arguments.machine, dtype))
     with as_usage_error(), StatusLine() as status:
         places = [*list_places(asked, arguments.contexts, lengths, status.show)]
     arguments.show(context_parts(asked, places))

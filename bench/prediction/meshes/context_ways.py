@@ -6,17 +6,16 @@ library computes, which waits for every block, and if blocks of a ring went on b
 
 from collections import Counter
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Callable, Iterator, Sequence
 
 from bench.prediction.kernels import ATTENTION, priced
 from bench.prediction.machine_model import Machine
-from bench.prediction.model_file import ModelFile
 from bench.prediction.pipelines.pipeline_model import PASSES, PipelineModel, build_once
 from bench.prediction.seconds import achieved_seconds, trace_terms
+from bench.prediction.training_plans.choices import Training
 from mm3d.grid.shape import GridShape
 from mm3d.model.attention.costs import context_moves
-from mm3d.model.stack import Stack
 from mm3d.schemes import find_scheme
 from mm3d.tracing.events import PHASES, Collective
 from mm3d.tracing.trace import Trace
@@ -24,15 +23,6 @@ from mm3d.tracing.trace import Trace
 SCHEME = "1d-sp"    # inside a stage
 LENGTHS = (8192, 32768, 131072, 524288)    # of sequences, by default
 WAYS = ("gather", "ring")
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What is counted: a layer of a model on a machine, one sequence, without recomputation."""
-
-    gpt: ModelFile
-    dtype: str
-    machine: Machine
 
 
 @dataclass(frozen=True)
@@ -77,9 +67,11 @@ class Place:
     ways: dict[str, Way]
 
 
-def list_places(asked: Asked, contexts: Sequence[int], lengths: Sequence[int],
+def list_places(asked: Training, contexts: Sequence[int], lengths: Sequence[int],
                 progress: Callable[[str], None] = lambda line: None) -> Iterator[Place]:
-    """Count all contexts, on one rank each and beside grids of a whole node.
+    """Count all contexts of one layer and one sequence, on one rank each and on whole nodes.
+
+    Of `asked` its GPUs, batch and sequences do not count.
 
     Raises
     ------
@@ -91,28 +83,24 @@ def list_places(asked: Asked, contexts: Sequence[int], lengths: Sequence[int],
             for ranks in contexts:
                 progress(f"{seq} tokens, {ranks} x {places} ranks")
                 grid = find_scheme(SCHEME).grid_shape((places,))
-                model = _model(asked, grid, seq, ranks)
-                moves = context_moves(SCHEME, grid, model.sizes, ranks)
+                here = replace(asked, seq=seq)
+                ways = {way: count_way(asked.machine, _model(here, grid, ranks, way))
+                        for way in WAYS}
+                moves = context_moves(SCHEME, grid, here.stack(1, "none", 1).sizes, ranks)
                 words = sum(move.words for phase in moves.values() for move in phase.values())
-                yield Place(seq, ranks, places, words / (ranks * places), {
-                    way: count_way(asked, _model(asked, grid, seq, ranks, way)) for way in WAYS})
+                yield Place(seq, ranks, places, words / (ranks * places), ways)
 
 
-def _model(asked: Asked, grid: GridShape, seq: int, ranks: int,
-           way: str = "gather") -> PipelineModel:
+def _model(asked: Training, grid: GridShape, ranks: int, way: str) -> PipelineModel:
     """Return one layer of the model; ValueError when it cannot be divided so."""
-    gpt = asked.gpt
-    stack = Stack(layers=1, hidden=gpt.hidden, heads=gpt.heads, batch=1, seq=seq, causal=True,
-                  dtype=asked.dtype, architecture=gpt.architecture, experts=gpt.experts)
-    model = PipelineModel(build_once("gpipe", 1, 1), SCHEME, (grid,), stack, context=ranks,
-                          context_way=way)
+    model = PipelineModel(build_once("gpipe", 1, 1), SCHEME, (grid,), asked.stack(1, "none", 1),
+                          context=ranks, context_way=way)
     model.parts    # raises
     return model
 
 
-def count_way(asked: Asked, model: PipelineModel) -> Way:
+def count_way(machine: Machine, model: PipelineModel) -> Way:
     """Run the layer dry, and price it."""
-    machine = asked.machine
     trace = model.trace(1, block=machine.elementwise_block, parts=PASSES)
     words = sum(one.words for moved in trace.traffic.values()
                 for (direction, _), one in moved.items() if direction == "c")

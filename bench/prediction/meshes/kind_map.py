@@ -4,15 +4,12 @@ Closed forms of the search estimate all plans at every rate: the map is a model 
 for where the kinds cross.  At the machine's own rate the fastest are predicted exactly beside.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Callable, Iterator, Sequence
 
 import msgspec
 
 from bench.errors import UsageError
-from bench.prediction.machine_model import Machine
-from bench.prediction.model_file import ModelFile
-from bench.prediction.meshes.narrow_training import NarrowTraining
 from bench.prediction.training_plans.choices import Choice, TITLES, Training
 from bench.prediction.training_plans.search import SLACK, Search
 from mm3d.grid.shape import GridShape
@@ -74,37 +71,30 @@ class Place:
         return self.best[LINE].seconds / self.best[BOX].seconds - 1
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What is mapped: a model with a batch on a machine, whose rate between nodes is changed."""
-
-    gpt: ModelFile
-    batch: int
-    seq: int
-    dtype: str
-    machine: Machine
-
-
-def map_kinds(asked: Asked, gpus: Sequence[int], rates: Sequence[float],
+def map_kinds(asked: Training, gpus: Sequence[int], rates: Sequence[float],
               progress: Callable[[str], None] = lambda line: None) -> Iterator[Place]:
     """Estimate the places of a map, for each number of GPUs at each rate in bytes a second.
+
+    `asked` is on any number of GPUs.
 
     Raises
     ------
     UsageError
         When no plan of any kind fits anywhere.
     """
-    fits, problems = False, []
+    fits, problems, like = False, [], Search(asked)
     for number in gpus:
+        here = replace(asked, gpus=number)
         best: dict[float, dict[str, Best]] = {rate: {} for rate in rates}
         for kind, keeps in KINDS.items():
             progress(f"{number} GPUs: {kind}")
-            for rate, one in _best_at_rates(asked, number, rates, keeps, problems).items():
+            for rate, one in _best_at_rates(replace(here, keeps=keeps), rates, like,
+                                            problems).items():
                 best[rate][kind] = one
         fits |= any(best.values())
         for rate in rates:
             progress(f"{number} GPUs: predicting {rate / 1e9:g} GB/s")
-            yield Place(number, rate, best[rate], _exact_seconds(asked, number, best[rate])
+            yield Place(number, rate, best[rate], _exact_seconds(here, best[rate])
                         if rate == asked.machine.network.bytes_per_second else {})
     if not fits:
         others = f"--map {','.join(map(str, gpus))}: no plan on any of these, the last: "
@@ -112,26 +102,24 @@ def map_kinds(asked: Asked, gpus: Sequence[int], rates: Sequence[float],
         raise UsageError(others * (len(gpus) > 1) + problems[-len(KINDS)])
 
 
-def _exact_seconds(asked: Asked, gpus: int, best: dict[str, Best]) -> dict[str, float]:
+def _exact_seconds(here: Training, best: dict[str, Best]) -> dict[str, float]:
     """Predict plans by dry runs of a step; one that the library cannot run has none."""
-    training = Training(asked.gpt, gpus, asked.batch, asked.seq, asked.dtype, asked.machine)
-    plans = {kind: Search(training).predicted(one.choice) for kind, one in best.items()}
+    search = Search(here)
+    plans = {kind: search.predicted(one.choice) for kind, one in best.items()}
     return {kind: plan.seconds for kind, plan in plans.items() if plan is not None}
 
 
-def _best_at_rates(asked: Asked, gpus: int, rates: Sequence[float],
-                   keeps: Callable[[str, GridShape], bool],
+def _best_at_rates(here: Training, rates: Sequence[float], like: Search,
                    problems: list[str]) -> dict[float, Best]:
-    """Return the fastest plan of a kind that fits by closed forms, at each rate.
+    """Return the fastest plan that fits by closed forms, at each rate.
 
     If none does, return {}, and add to `problems` why.
     """
     found: dict[float, Best] = {}
     for rate in rates:
-        network = msgspec.structs.replace(asked.machine.network, bytes_per_second=rate)
-        machine = msgspec.structs.replace(asked.machine, network=network)
-        search = Search(NarrowTraining(asked.gpt, gpus, asked.batch, asked.seq, asked.dtype,
-                                       machine, keeps=keeps))
+        network = msgspec.structs.replace(here.machine.network, bytes_per_second=rate)
+        machine = msgspec.structs.replace(here.machine, network=network)
+        search = Search(replace(here, machine=machine), like=like)
         search.limit /= SLACK    # here nothing is looked at again
         try:
             families = search.screen()

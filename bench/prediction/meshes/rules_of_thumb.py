@@ -5,19 +5,18 @@ open is chosen twice: plainly (`PLAIN`), and by the planner within the mesh.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Callable, Iterator
+from typing import Any, Callable, Iterator
 
 import msgspec
 
 from bench.errors import UsageError
 from bench.prediction.machine_model import Machine
+from bench.prediction.memory_fit import state_by_kind
 from bench.prediction.model_file import ModelFile, load_model
-from bench.prediction.meshes.narrow_training import NarrowTraining
 from bench.prediction.training_plans.choices import Choice, TITLES, Training
 from bench.prediction.training_plans.search import Search, TrainingPlan
-from bench.prediction.memory_fit import state_by_kind
 from bench.text_files import read_described
 from mm3d.grid.shape import GridShape
 
@@ -158,19 +157,21 @@ def check_rules(rules: Rules, machine: Machine, dtype: str,
     """Test rules on a machine; yield the plans of each, the planner's own as the last."""
     models = [load_model(rule.model) for rule in rules.rules]    # all, before the first search
     for rule, gpt in zip(rules.rules, models):
-        whole = Training(gpt, rule.gpus, rule.batch, gpt.seq, dtype, machine)
-        given = gpt, rule.gpus, rule.batch, gpt.seq, dtype, machine
+        whole = BestOnly(Training(gpt, rule.gpus, rule.batch, gpt.seq, dtype, machine))
         found = []
+
+        def test(by: str, find: Callable[[Search], TrainingPlan], **meshes: Any) -> None:
+            search = BestOnly(replace(whole.training, **meshes),
+                              lambda line: progress(f"{rule.size}, {by}: {line}"), whole)
+            found.append(_tested(rule, by, search, find))
         for tensor in rule.tensor:
-            of_rule = NarrowTraining(*given, keeps=partial(_is_megatron, tensor),
-                                     stages=rule.stages)
-            found += [_tested(rule, f"TP {tensor}, plain", of_rule, _plain_plan, progress),
-                      _tested(rule, f"TP {tensor}", of_rule, _best_plan, progress)]
+            of_rule = {"keeps": partial(_is_megatron, tensor), "stages": rule.stages}
+            test(f"TP {tensor}, plain", _plain_plan, **of_rule)
+            test(f"TP {tensor}", _best_plan, **of_rule)
         tensor = fitting_tensor(gpt, dtype, machine)
-        of_tree = NarrowTraining(*given, keeps=partial(_is_megatron, tensor),
-                                 stages=int(tensor == 1))
-        found.append(_tested(rule, f"tree, TP {tensor}", of_tree, _best_plan, progress))
-        found.append(_tested(rule, "planner", whole, _best_plan, progress))
+        test(f"tree, TP {tensor}", _best_plan, keeps=partial(_is_megatron, tensor),
+             stages=int(tensor == 1))
+        test("planner", _best_plan)
         yield found
 
 
@@ -178,14 +179,13 @@ def _is_megatron(tensor: int, scheme: str, grid: GridShape) -> bool:
     return TITLES[scheme] == "1-D" and grid.ranks == tensor
 
 
-def _tested(rule: Rule, by: str, training: Training, find: Callable[[Search], TrainingPlan],
-            progress: Callable[[str], None]) -> Tested:
+def _tested(rule: Rule, by: str, search: Search,
+            find: Callable[[Search], TrainingPlan]) -> Tested:
     """Return the plan that `find` makes, or why there is none."""
-    search = BestOnly(training, lambda line: progress(f"{rule.size}, {by}: {line}"))
     try:
-        return Tested(rule, by, training, find(search))
+        return Tested(rule, by, search.training, find(search))
     except UsageError as error:
-        return Tested(rule, by, training, None, str(error))
+        return Tested(rule, by, search.training, None, str(error))
 
 
 def _best_plan(search: Search) -> TrainingPlan:
@@ -195,7 +195,7 @@ def _best_plan(search: Search) -> TrainingPlan:
 def _plain_plan(search: Search) -> TrainingPlan:
     """Return the plan with what a rule leaves open as in `PLAIN`; UsageError if there is none."""
     training = search.training
-    for scheme, grid in training.shapes():
+    for scheme, grid in training.shapes:
         for data, stages in training.meshes(grid.ranks):
             plan = search.predicted(Choice(data=data, stages=stages, scheme=scheme, grid=grid,
                                            **PLAIN))

@@ -17,10 +17,10 @@ from typing import Iterable
 import numpy as np
 
 from bench.cases.variants import itemsize
-from bench.prediction.pipelines.chunk_events import events_of_chunk, run_few
-from bench.prediction.pipelines.hop_seconds import place_moves, seconds_of_moves, stage_moves
 from bench.prediction.kernels import priced
 from bench.prediction.machine_model import Machine
+from bench.prediction.pipelines.chunk_events import events_of_chunk, run_few
+from bench.prediction.pipelines.hop_seconds import place_moves, seconds_of_moves, stage_moves
 from bench.prediction.pipelines.pipeline_model import PASSES, PipelineModel
 from bench.prediction.seconds import REPLICAS, Terms, achieved_seconds, trace_terms, with_strides
 from mm3d.grid.shape import GridShape
@@ -244,11 +244,6 @@ def peak_bytes(model: PipelineModel, stage: int, optimizer: bool = False) -> int
     return model.whole_step(0, stage, 0, optimizer, prepare).peak
 
 
-def largest_peak_bytes(model: PipelineModel, optimizer: bool = False) -> int:
-    """Return the peak bytes of a rank of the stage that needs the most."""
-    return fullest_stage(model, optimizer)[1]
-
-
 def fullest_stage(model: PipelineModel, optimizer: bool = False,
                   ends: str = "both") -> tuple[int, int]:
     """Return the stage that needs the most memory, and the peak bytes of its first rank.
@@ -297,7 +292,7 @@ def plan_pipelines(models: Iterable[PipelineModel], machine: Machine) -> list[
     """
     found = []
     for model in models:
-        peak = largest_peak_bytes(model, optimizer=True)
+        peak = fullest_stage(model, optimizer=True)[1]
         found.append((model, predict_pipeline(model, machine), peak,
                       peak <= machine.memory_bytes))
     return sorted(found, key=lambda one: (not one[3], one[1].seconds))

@@ -8,7 +8,8 @@ moves.
 import math
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import cache
+from functools import cache, cached_property
+from typing import Callable
 
 from bench.cases.variants import itemsize
 from bench.prediction.layer_blocks import ADDED, weight_parts
@@ -40,18 +41,25 @@ class TrainingStep:
     ----------
     seconds : float
         Of the step.
-    shares : dict of str to float
-        Seconds of the stage that works the longest, by `SHARES`: products; elementwise passes;
-        links between its ranks; latency of messages and of kernels; hops between stages that the
-        step waits for; sums and gathers over replicas that it waits for; optimizer; and all else,
-        the bubble.
     pipeline : PredictedPipeline
         The times of all stages.
+    divide : callable
+        Returns `shares`.
     """
 
     seconds: float
-    shares: dict[str, float]
     pipeline: PredictedPipeline
+    divide: Callable[[], dict[str, float]]
+
+    @cached_property
+    def shares(self) -> dict[str, float]:
+        """Return the seconds of the stage that works the longest, by `SHARES`.
+
+        They are those of products; elementwise passes; links between its ranks; latency of
+        messages and of kernels; hops between stages that the step waits for; sums and gathers over
+        replicas that it waits for; optimizer; and all else, the bubble.
+        """
+        return self.divide()
 
 
 def predict_step(model: PipelineModel, machine: Machine, repeats: bool = False,
@@ -75,23 +83,24 @@ def predict_step(model: PipelineModel, machine: Machine, repeats: bool = False,
     times, schedule = found.timeline.times, model.schedule
     busy = [sum((times.of("F", one) + times.of("BW", one) for one in stages), Fraction(0))
             for stages in schedule.stages]
-    rank = max(range(schedule.ranks), key=busy.__getitem__)
     sums = float(max(found.sums))
     if overlap:
         sums = max(0.0, sums - float(min(busy)))
     sums += tied_seconds(model, machine, inside)
     optimizer, written = optimizer_seconds(model, machine), written_seconds(model, machine)
     waits = float(found.timeline.makespan)
-    spent = dict.fromkeys(SHARES, 0.0)
-    for stage in schedule.stages[rank]:
-        for term, seconds in _terms_of_micro(model, machine, found.spent[stage], repeats,
-                                             overlap).items():
-            spent[term] += seconds * schedule.microbatches
-    spent["hops"] = float(found.seconds - found.without_hops)
-    spent["bubble"] = max(0.0, waits - sum(spent.values()))
-    spent |= {"replicas": spent["replicas"] + sums, "optimizer": optimizer,
-              "elementwise": spent["elementwise"] - written}
-    return TrainingStep(waits - written + sums + optimizer, spent, found)
+
+    def divide() -> dict[str, float]:
+        rank, spent = max(range(schedule.ranks), key=busy.__getitem__), dict.fromkeys(SHARES, 0.0)
+        for stage in schedule.stages[rank]:
+            for term, seconds in _terms_of_micro(model, machine, found.spent[stage], repeats,
+                                                 overlap).items():
+                spent[term] += seconds * schedule.microbatches
+        spent["hops"] = float(found.seconds - found.without_hops)
+        spent["bubble"] = max(0.0, waits - sum(spent.values()))
+        return spent | {"replicas": spent["replicas"] + sums, "optimizer": optimizer,
+                        "elementwise": spent["elementwise"] - written}
+    return TrainingStep(waits - written + sums + optimizer, found, divide)
 
 
 def _terms_of_micro(model: PipelineModel, machine: Machine, spent: Spent, repeats: bool,

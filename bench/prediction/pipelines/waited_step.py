@@ -12,8 +12,8 @@ from bench.errors import UsageError
 from bench.prediction.machine_model import Machine, check_machine, load_machine, missing_rate
 from bench.prediction.pipelines.pipeline_model import PipelineModel
 from bench.prediction.pipelines.pipeline_seconds import predict_pipeline
-from bench.prediction.seconds import work_seconds
 from bench.prediction.pipelines.training_step import tied_seconds
+from bench.prediction.seconds import work_seconds
 from mm3d.config import Config
 from mm3d.tracing import dry_run
 from mm3d.tracing.trace import Trace

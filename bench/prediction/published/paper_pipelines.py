@@ -11,11 +11,11 @@ import msgspec
 
 from bench.cases.case import make_case
 from bench.cases.paper import Row, load_tables
+from bench.prediction.pipelines.pipeline_model import PipelineModel
+from bench.prediction.pipelines.pipeline_seconds import (PredictedPipeline, fullest_stage,
+                                                         predict_pipeline)
 from bench.prediction.published import scaling
 from bench.prediction.published.paper_fit import Outcome
-from bench.prediction.pipelines.pipeline_model import PipelineModel
-from bench.prediction.pipelines.pipeline_seconds import (PredictedPipeline, largest_peak_bytes,
-                                                         predict_pipeline)
 from mm3d.model.stack import Stack
 from mm3d.schemes import find_scheme
 from mm3d.training.batches import divide_rows
@@ -86,7 +86,7 @@ def predict_rows(outcome: Outcome, rows: Iterable[Row], schedule: Schedule,
             continue
         stored = replace(model, stack=replace(model.stack, recompute="full")) if repeats else model
         found.append(RowPipeline(
-            row, model, predict_pipeline(model, tuned, repeats), largest_peak_bytes(stored),
+            row, model, predict_pipeline(model, tuned, repeats), fullest_stage(stored)[1],
             scaling.average_step_time(outcome, row.scheme, row.gpus, {
                 name: value for name, value in model.sizes.items() if name != "layers"}
                 | {"batch": row.batch})))

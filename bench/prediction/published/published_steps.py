@@ -17,11 +17,11 @@ import numpy as np
 from bench.cases.variants import VARIANT_DTYPES
 from bench.errors import UsageError
 from bench.least_squares import solve_bounded
-from bench.prediction.machine_model import Achieved, Machine, missing_rate
 from bench.prediction.logs import rates
+from bench.prediction.machine_model import Achieved, Machine, missing_rate
 from bench.prediction.pipelines.pipeline_model import PipelineModel
-from bench.prediction.seconds import TERMS
 from bench.prediction.pipelines.training_step import TrainingStep, predict_step
+from bench.prediction.seconds import TERMS
 from bench.text_files import read_text
 from mm3d.config import Config, Division, Model
 from mm3d.names import check_name, suggestion

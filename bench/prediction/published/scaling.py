@@ -11,8 +11,8 @@ import numpy as np
 from bench.cases.paper import load_tables
 from bench.cases.selection import select_rows
 from bench.prediction import machine_model, planner
-from bench.prediction.published import paper_fit
 from bench.prediction.closed_form_plan import Plan, screen_grid
+from bench.prediction.published import paper_fit
 from bench.prediction.seconds import step_seconds
 from mm3d.grid.shape import GridShape
 from mm3d.model.stack import Stack

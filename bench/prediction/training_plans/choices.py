@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Iterable, Iterator, NamedTuple
+from typing import Callable, Iterator, NamedTuple
 
 from bench.prediction.machine_model import Machine
 from bench.prediction.model_file import ModelFile
@@ -113,6 +113,10 @@ class Training:
         The name or file of the machine.
     asked : str
         The options that name the model; by default its own name.
+    keeps : callable
+        Is given a scheme and a grid, and returns whether plans may have them; by default all.
+    stages : int
+        The number of stages of all plans; 0 for any.
     """
 
     gpt: ModelFile
@@ -124,6 +128,8 @@ class Training:
     overlap: bool = False
     named: str = ""
     asked: str = ""
+    keeps: Callable[[str, GridShape], bool] = lambda scheme, grid: True
+    stages: int = 0
 
     def microbatches(self, choice: Choice) -> int:
         """Return the micro-batches of a replica."""
@@ -152,15 +158,12 @@ class Training:
         most = MOST_NODES * self.machine.ranks_per_node
         return self.gpus if self.gpus <= FEW_GPUS else min(self.gpus, most)
 
-    def shapes(self) -> Iterable[tuple[str, GridShape]]:
-        """List the schemes and grids of a stage."""
-        return self._shapes
-
     @cached_property
-    def _shapes(self) -> tuple[tuple[str, GridShape], ...]:
+    def shapes(self) -> tuple[tuple[str, GridShape], ...]:
+        """List the schemes and grids of a stage."""
         return tuple((scheme, grid) for places in divisors(self.gpus)
                      if places <= self.most_places for scheme, grid in list_grids(places)
-                     if self._has_heads(scheme, grid))
+                     if self._has_heads(scheme, grid) and self.keeps(scheme, grid))
 
     def _has_heads(self, scheme: str, grid: GridShape) -> bool:
         """Return whether each rank of a grid has a head of keys, and features."""
@@ -185,7 +188,7 @@ class Training:
         """List the numbers of replicas and of stages for so many ranks of a stage and context."""
         rest = self.gpus // places
         for data in divisors(math.gcd(rest, self.batch)):
-            if self.divides_layers(rest // data):
+            if self.divides_layers(rest // data) and self.stages in (0, rest // data):
                 yield data, rest // data
 
     @property

@@ -41,7 +41,7 @@ class Dimension:
 
 
 DIMENSIONS = {
-    "grid": Dimension(("scheme", "grid"), lambda training, one: training.shapes(),
+    "grid": Dimension(("scheme", "grid"), lambda training, one: training.shapes,
                       lambda one: f"{one.scheme} {one.grid.compact}"),
     "context": Dimension(("context", "way"), Training.contexts,
                          lambda one: f"{one.context}" + f" {one.way}" * (one.context > 1)),

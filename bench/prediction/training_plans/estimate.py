@@ -5,17 +5,17 @@ from typing import NamedTuple
 
 from bench.cases.variants import itemsize
 from bench.prediction.layer_blocks import weight_parts
-from bench.prediction.pipelines.hop_seconds import place_moves, seconds_of_moves, stage_moves
 from bench.prediction.memory_fit import state_by_kind
+from bench.prediction.pipelines.hop_seconds import place_moves, seconds_of_moves, stage_moves
 from bench.prediction.pipelines.pipeline_model import mesh_strides
+from bench.prediction.pipelines.training_step import (adamw_seconds, expert_parameters,
+                                                      layer_parameters, shards_of_experts,
+                                                      table_seconds, unadded_seconds)
 from bench.prediction.seconds import achieved_seconds, collective_terms
 from bench.prediction.training_plans.choices import Choice, Training
 from bench.prediction.training_plans.expert_work import (Copies, copies_of_experts,
                                                          gathers_of_counts)
 from bench.prediction.training_plans.layer_work import LayerBytes, LayerWork
-from bench.prediction.pipelines.training_step import (adamw_seconds, expert_parameters,
-                                                      layer_parameters, shards_of_experts,
-                                                      table_seconds, unadded_seconds)
 from mm3d.grid.shape import GridShape
 from mm3d.model import cost
 from mm3d.tracing.events import Collective

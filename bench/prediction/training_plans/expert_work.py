@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 from bench.cases.variants import itemsize
 from bench.prediction.layer_blocks import BlockSizes
+from bench.prediction.pipelines.training_step import expert_products, own_experts
 from bench.prediction.seconds import gemm_seconds
 from bench.prediction.training_plans.choices import Training
-from bench.prediction.pipelines.training_step import expert_products, own_experts
 from mm3d.grid.shape import GridShape
 from mm3d.model.experts.options import ExpertOptions
 from mm3d.model.sizes import ModelSizes

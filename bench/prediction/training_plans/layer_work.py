@@ -12,18 +12,17 @@ from typing import NamedTuple, Sequence
 import numpy as np
 
 from bench.cases.variants import itemsize
-from bench.prediction.pipelines.chunk_events import run_once
 from bench.prediction.closed_form_plan import PhaseWork, Price, collectives_of, grid_work
+from bench.prediction.kernels import attention_of, priced
 from bench.prediction.layer_blocks import (BlockSizes, LayerKind, elementwise_coefficients,
                                            launches)
-from bench.prediction.kernels import attention_of, priced
+from bench.prediction.pipelines.chunk_events import run_once
 from bench.prediction.pipelines.pipeline_model import LAYERS, PASSES, PipelineModel, build_once
+from bench.prediction.pipelines.training_step import own_experts
 from bench.prediction.seconds import achieved_seconds, gemm_seconds, trace_terms, with_strides
 from bench.prediction.training_plans.choices import Choice, Training
 from bench.prediction.training_plans.expert_work import (EXPERTS, WIDE, Calls, exchanges,
                                                          gathered_words, split_seconds)
-from bench.prediction.pipelines.training_step import own_experts
-from mm3d import ModelSizes
 from mm3d.grid.activations import chunks_of
 from mm3d.grid.shape import GridShape
 from mm3d.model import cost
@@ -33,6 +32,7 @@ from mm3d.schemes.closed_form import ProductShape, largest_block
 from mm3d.tracing.events import Gemm, HALVES, PHASES
 from mm3d.tracing.trace import Trace
 
+sized_once = cache(BlockSizes)
 LOGIT_ARRAYS = 2    # that the ends of a GPT hold at once
 # Bytes that the ends read and write, forward and backward: in arrays of logits, and of a table of
 # words, as gradients are added to those of the head and of the embedding.
@@ -245,15 +245,10 @@ def _screened_ends(training: Training, layer: Layer) -> tuple[PhaseWork, PhaseWo
         for times, passes, moves in zip((1, 2), np.array(END_PASSES[machine.kernels]), both))
 
 
-@cache
-def _sized_blocks(scheme: str, grid: GridShape, sizes: ModelSizes, context: int) -> BlockSizes:
-    return BlockSizes(scheme, grid, sizes, context)
-
-
 def _blocks(training: Training, layer: Layer) -> BlockSizes:
     """Return the block sizes of a layer."""
-    return _sized_blocks(layer.scheme, layer.grid, training.stack(layer.micro, "none", 1).sizes,
-                         layer.context)
+    return sized_once(layer.scheme, layer.grid, training.stack(layer.micro, "none", 1).sizes,
+                      layer.context)
 
 
 def _logits(training: Training, layer: Layer) -> float:

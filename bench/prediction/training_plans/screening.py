@@ -3,6 +3,7 @@
 import heapq
 import itertools
 from bisect import bisect_right
+from dataclasses import replace
 from functools import cache
 from operator import le
 from typing import Callable, Iterable, Iterator
@@ -27,6 +28,10 @@ CERTAIN = 1.1       # of an estimate by closed forms: up to this a plan is as go
 SLACK = 1.15        # of memory, by closed forms
 TRACED_SLACK = 1.02    # by dry runs of a layer
 LEAST_AGAIN = 0.6   # of forward, that backward repeats with the recomputation of all of a layer
+# What searches share that differ in GPUs and links, and those that differ in meshes alone.
+OF_MODEL = ("filled", "counted", "alone", "traces")
+OF_TRAINING = (*OF_MODEL, "estimator", "screened", "traced", "listed", "fitting", "rates",
+               "placed", "exact")
 # What is known of a plan: a bound of all its work, of its layers, of all but hops; the estimate.
 LISTED, ALONE, PLACED, ESTIMATED = range(4)
 
@@ -46,6 +51,9 @@ class Screening:
         What is trained.
     progress : callable, optional
         Is given a line on what is done.
+    like : Screening, optional
+        One of this model, dtype and machine, but for its links, whose layers need not be estimated
+        again; nor its plans, if only `Training.keeps` and `Training.stages` are others.
 
     Raises
     ------
@@ -54,8 +62,8 @@ class Screening:
         such dtype here.
     """
 
-    def __init__(self, training: Training,
-                 progress: Callable[[str], None] = lambda line: None) -> None:
+    def __init__(self, training: Training, progress: Callable[[str], None] = lambda line: None,
+                 like: "Screening | None" = None) -> None:
         experts = training.gpt.experts
         if experts and (experts.design.width or experts.design.shared):
             raise UsageError(f"experts with {experts.design.given()}: trainings are planned with "
@@ -65,6 +73,8 @@ class Screening:
             words_of("none", training.dtype, LayerKind.of(training.gpt.sizes(), experts))
         self.training, self.progress = training, progress
         self.limit = training.machine.memory_bytes
+        self.counts = dict.fromkeys(("candidates", "too large", "layers", "exact"), 0)
+        self.least = INFINITE    # bytes of the smallest plan that does not fit
         self.estimator, price = Estimator(training), collective_price(training.machine)
         self.filled = cache(lambda layer: screened_bytes(training, layer))
         self.counted = cache(lambda layer: screen_layer(training, layer))
@@ -76,8 +86,10 @@ class Screening:
             lambda layer: traced_work(training, layer, self.traces(layer.anywhere)))
         self.listed, self.fitting, self.rates, self.placed = map(cache, (
             self._listed, self._fitting, self._rates, self._in_every_place))
-        self.counts = dict.fromkeys(("candidates", "too large", "layers", "exact"), 0)
-        self.least = INFINITE    # bytes of the smallest plan that does not fit
+        if like is not None:
+            same = training == replace(like.training, keeps=training.keeps, stages=training.stages)
+            shared = OF_TRAINING if same else OF_MODEL
+            vars(self).update((name, one) for name, one in vars(like).items() if name in shared)
 
     def choices(self) -> Iterator[Choice]:
         """List all plans."""
@@ -303,11 +315,12 @@ class Screening:
 
     def _no_mesh(self) -> str:
         training, gpt = self.training, self.training.gpt
-        near = max(1, 2 ** ((training.gpus - 1).bit_length() - 1))    # as GPUs often are
+        near = (2 ** power for power in reversed(range((training.gpus - 1).bit_length())))
+        would = next((f": a number such as {gpus} would do" for gpus in near    # as GPUs often are
+                      if any(list_choices(replace(training, gpus=gpus), OF_WORK))), "")
         return (f"--gpus {training.gpus} --batch {training.batch} --model {gpt.name}: no mesh of "
                 f"so many GPUs has replicas that divide the batch, at most {gpt.layers} stages, "
-                f"and grids that divide {gpt.heads} heads and {gpt.hidden} features: a number "
-                f"such as {near} would do")
+                f"and grids that divide {gpt.heads} heads and {gpt.hidden} features{would}")
 
 
 def _seconds(one: Scored | Bounded) -> float:

@@ -13,12 +13,12 @@ from typing import Callable, Iterable
 from bench.errors import UsageError
 from bench.prediction.pipelines.pipeline_model import PipelineModel
 from bench.prediction.pipelines.pipeline_seconds import fullest_stage
+from bench.prediction.pipelines.training_step import (TrainingStep, memory_by_kind, model_flops,
+                                                      predict_step)
 from bench.prediction.training_plans.choices import Choice, Training
 from bench.prediction.training_plans.dimensions import changed, describe, searched
 from bench.prediction.training_plans.layer_work import Layer
 from bench.prediction.training_plans.screening import OF_FAMILY, SLACK, Screening, ordered
-from bench.prediction.pipelines.training_step import (TrainingStep, memory_by_kind, model_flops,
-                                                      predict_step)
 
 EXACT = 8           # predicted exactly, in all
 TRIES = 4           # of a family, or of a changed choice, until one fits
@@ -104,18 +104,18 @@ class Search(Screening):
 
     Attributes
     ----------
-    predicted : callable
-        Predicts a plan exactly; None for one that the library refuses, see `refused`.
+    exact : callable
+        Predicts a plan exactly, or returns why the library refuses it.
     unfit : list of TrainingPlan
         Plans that were predicted and do not fit.
     refused : dict of str to str
         As of `Found`.
     """
 
-    def __init__(self, training: Training,
-                 progress: Callable[[str], None] = lambda line: None) -> None:
-        super().__init__(training, progress)
-        self.predicted = cache(self._predict)
+    def __init__(self, training: Training, progress: Callable[[str], None] = lambda line: None,
+                 like: "Search | None" = None) -> None:
+        self.exact = cache(self._exact)
+        super().__init__(training, progress, like)
         self.unfit: list[TrainingPlan] = []
         self.refused: dict[str, str] = {}
 
@@ -150,7 +150,7 @@ class Search(Screening):
             best[fastest.choice.family] = fastest
             changes = self.changes(fastest)
         families = dict(sorted(best.items(), key=lambda one: one[1].seconds))
-        self.counts["exact"] = self.predicted.cache_info().currsize
+        self.counts["exact"] = self.exact.cache_info().currsize
         return Found(fastest, families, self.unfit, changes, self.refused, self.counts,
                      time.perf_counter() - start)
 
@@ -177,9 +177,16 @@ class Search(Screening):
                 f"run none of {len(self.refused)} plans that were predicted; the first, {which}: "
                 f"{why}")
 
-    def _predict(self, choice: Choice) -> TrainingPlan | None:
-        """Predict a plan exactly; None for one that the library cannot run."""
+    def predicted(self, choice: Choice) -> TrainingPlan | None:
+        """Predict a plan exactly; None for one that the library refuses, which is noted."""
         self.progress(f"predicting {describe(choice)}")
+        plan = self.exact(choice)
+        if isinstance(plan, TrainingPlan):
+            return plan
+        self.refused[describe(choice)] = plan
+        return None
+
+    def _exact(self, choice: Choice) -> TrainingPlan | str:
         training = self.training
         try:
             model = training.model(choice)
@@ -193,8 +200,7 @@ class Search(Screening):
                     else "both")
             return TrainingPlan(choice, model, step, ends)
         except ValueError as error:
-            self.refused[describe(choice)] = str(error)
-            return None
+            return str(error)
 
     def _cheapest(self, name: str, best: Choice) -> TrainingPlan | str:
         """Return the fastest plan that fits and differs in one choice, or why there is none."""

@@ -5,14 +5,15 @@ from typing import Sequence
 
 import numpy as np
 
-from bench.prediction.meshes.kind_map import Asked, BOX, LINE, Place
+from bench.prediction.meshes.kind_map import BOX, LINE, Place
+from bench.prediction.training_plans.choices import Training
 from bench.reports.figures import style
 from bench.reports.plans.kind_map import GB, heading
 
 LEAST = 2.0    # per cent of the darkest shade, so that small differences look small
 
 
-def draw_map(folder: str, asked: Asked, places: Sequence[Place]) -> Path:
+def draw_map(folder: str, asked: Training, places: Sequence[Place]) -> Path:
     """Draw a map into a folder; return the PNG file.
 
     Cells are blue, and bold, where X x Y x Z does more steps, orange where 1 x t x 1 does; each
@@ -22,7 +23,7 @@ def draw_map(folder: str, asked: Asked, places: Sequence[Place]) -> Path:
     return style.save_picture(Path(folder) / name, lambda: _figure(asked, places))
 
 
-def _figure(asked: Asked, places: Sequence[Place]):
+def _figure(asked: Training, places: Sequence[Place]):
     from matplotlib.colors import LinearSegmentedColormap
     gpus, rates = (sorted({getattr(one, name) for one in places}) for name in ("gpus", "rate"))
     figure, panels = style.make_figure(1, 1, (1.9 + 1.55 * len(gpus), 2.2 + 0.72 * len(rates)), "")

@@ -3,12 +3,13 @@
 from typing import Sequence
 
 from bench.document import Column, Notes, Part, Table, number_cell
-from bench.prediction.meshes.context_ways import SCHEME, WAYS, Asked, Place
+from bench.prediction.meshes.context_ways import SCHEME, WAYS, Place
+from bench.prediction.training_plans.choices import Training
 
 GIB = 2 ** 30
 
 
-def context_parts(asked: Asked, places: Sequence[Place]) -> list[Part]:
+def context_parts(asked: Training, places: Sequence[Place]) -> list[Part]:
     """Make the table, say where each way wins, and what was assumed."""
     rows = []
     for one in places:

@@ -4,13 +4,13 @@ import math
 from typing import Sequence
 
 from bench.document import Column, Notes, Part, Table, number_cell
-from bench.prediction.meshes.kind_map import Asked, BOX, KINDS, Place
-from bench.prediction.training_plans.choices import Choice
+from bench.prediction.meshes.kind_map import BOX, KINDS, Place
+from bench.prediction.training_plans.choices import Choice, Training
 
 GB = 1e9
 
 
-def map_parts(asked: Asked, places: Sequence[Place]) -> list[Part]:
+def map_parts(asked: Training, places: Sequence[Place]) -> list[Part]:
     """Make the table of a map, from how many GPUs X x Y x Z is faster, and what was assumed."""
     rows = []
     for one in places:
@@ -39,7 +39,7 @@ def _short(choice: Choice) -> str:
             f"data {choice.data} ZeRO {choice.zero}, {choice.micro}, {choice.recompute}")
 
 
-def heading(asked: Asked) -> str:
+def heading(asked: Training) -> str:
     """Name what is mapped."""
     return (f"{asked.gpt.name}, {asked.batch} sequences of {asked.seq} tokens a step, "
             f"{asked.dtype}, {asked.machine.name} with other links between nodes")
@@ -56,7 +56,7 @@ def crossings(places: Sequence[Place]) -> list[str]:
     return lines
 
 
-def remarks(asked: Asked) -> list[str]:
+def remarks(asked: Training) -> list[str]:
     """Say what the kinds are, and what the model is."""
     per_node, inside = asked.machine.ranks_per_node, asked.machine.node.bytes_per_second
     return ["each kind with or without a pipeline, replicas, ZeRO and recomputation, whichever is "

@@ -1,6 +1,7 @@
 """Make the tables of whole trainings: the best plans, what fills them, and what limits them."""
 
 import math
+import shlex
 from typing import Sequence
 
 from bench.document import Cell, Column, Notes, Part, Table, number_cell
@@ -38,8 +39,8 @@ def training_parts(training: Training, found: Found, unfit: bool, top: int) -> l
     """
     plans = list(found.families.values())[:top]
     return [training.machine.described,
-            f"{training.gpus} GPUs, {training.gpt.name}, {training.batch} sequences of "
-            f"{training.seq} tokens a step, {training.dtype}",
+            f"{training.gpus} GPU{'s' * (training.gpus > 1)}, {training.gpt.name}, "
+            f"{training.batch} sequences of {training.seq} tokens a step, {training.dtype}",
             plan_table(training, plans), memory_table(plans), time_table(plans),
             *([unfit_table(training, found.unfit)] if unfit and found.unfit else []),
             changes_table(training, found),
@@ -153,7 +154,7 @@ def command_lines(training: Training, plan: TrainingPlan) -> list[str]:
     trained = f"{sizes} {mesh}" + f" --in-flight {IN_FLIGHT}" * training.overlap
     return [f"python -m bench dry --ranks {training.gpus} {sizes} {mesh} "
             f"--rank {plan.fullest * choice.places} --memory {machine.memory_bytes:.0f} --machine "
-            f"{training.named or machine.name}" + " --hide-sums" * training.overlap,
+            + shlex.quote(training.named or machine.name) + " --hide-sums" * training.overlap,
             f"mpirun -n {training.gpus} python -m bench train {trained}",
             f"python -m jobs train --site gpu8 --ranks {training.gpus} -- {trained}"]
 

@@ -10,7 +10,7 @@ import mm3d
 from bench.__main__ import main
 from bench.prediction import seconds
 from bench.prediction.machine_model import load_machine
-from bench.prediction.meshes.context_ways import Asked, list_places
+from bench.prediction.meshes.context_ways import list_places
 from bench.prediction.model_file import ModelFile
 from bench.prediction.pipelines.pipeline_model import PipelineModel
 from bench.prediction.training_plans import choices, search
@@ -220,7 +220,7 @@ def test_a_plan_of_long_sequences_says_its_context(capsys, tmp_path):
 # --- The table of both ways -----------------------------------------------------------------
 
 def test_words_counted_are_those_of_the_closed_form():
-    asked = Asked(LONG, "float16", A100)
+    asked = Training(LONG, 1, 1, LONG.seq, "float16", A100)
     places = [*list_places(asked, [2, 4], [256])]
     assert [(one.ranks, one.places) for one in places] == [(2, 1), (4, 1), (2, 8), (4, 8)]
     for one in places[:2]:

@@ -39,7 +39,7 @@ def written(folder: Path, change: str) -> str:
         ("true", "True"), ("1e300", "1e+300"))),
     *((f"{name} = -1", f"{name} = -1: a number from ") for name in (
         "memory_bandwidth", "ranks_per_node", "launch_seconds")),
-    ("ranks_per_node = 0", "ranks_per_node = 0: "),
+    ("ranks_per_node = 0", "ranks_per_node = 0: a number from 1 to "),
     ("ranks_per_node = 2.5", "ranks_per_node: a whole number would do, not a number"),
     ("memory_bandwidth = 0", "memory_bandwidth = 0: "),
     ("memory_bytes = 1e-320", "memory_bytes = 1e-320: "),

@@ -80,7 +80,7 @@ def test_estimates_by_dry_runs_of_layers_are_near_those_of_a_step(zero, shards, 
 def test_parameters_are_those_of_a_dry_run(scheme, sizes, parts, design):
     """Of two layers, one with experts; values and gradients have 2 bytes each."""
     asked = training(routed(every=2, design=design), 4, 4, 100)
-    (grid,) = {one for kind, one in asked.shapes() if kind == scheme and one.sizes == sizes}
+    (grid,) = {one for kind, one in asked.shapes if kind == scheme and one.sizes == sizes}
     trace = trace_layer(asked, Layer(scheme, grid, 2, "none", False, parts))[0]
     where = scheme, grid, asked.stack(2, "none").sizes, asked.gpt.experts
     experts = expert_parameters(*where, parts)
@@ -96,7 +96,7 @@ def test_closed_forms_of_a_layer_are_near_its_dry_run(parts, recompute, own):
                           experts=Experts(8, top=2, every=1, capacity=None))
     machine = load_machine("dgx-h100")
     asked = Training(gpt, 8, 8, 2048, "float16", machine)
-    for scheme, grid in asked.shapes():
+    for scheme, grid in asked.shapes:
         if grid.sizes in ((1,), (4,), (1, 2, 2)):
             layer = Layer(scheme, grid, 2, recompute, False, parts,
                           (*map(grid.stride, grid), grid.ranks) if parts > 1 else ())

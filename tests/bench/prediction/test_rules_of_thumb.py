@@ -6,10 +6,12 @@ from msgspec import structs
 
 from bench.__main__ import main
 from bench.errors import UsageError
-from bench.prediction.meshes.kind_map import Asked, BOX, LINE, map_kinds
+from bench.prediction.meshes.kind_map import BOX, LINE, map_kinds
 from bench.prediction.machine_model import load_machine
 from bench.prediction.model_file import ModelFile, load_model
-from bench.prediction.meshes.rules_of_thumb import (PLAIN, check_rules, fitting_tensor, load_rules)
+from bench.prediction.meshes.rules_of_thumb import (BestOnly, PLAIN, check_rules,
+                                                    fitting_tensor, load_rules)
+from bench.prediction.training_plans import search
 from bench.prediction.training_plans.choices import Training
 from bench.prediction.training_plans.search import Search
 from mm3d import Architecture, Experts
@@ -79,8 +81,18 @@ def test_the_tree_takes_as_many_ranks_as_the_state_needs(rules, tmp_path):
     assert [*found.values()] == [1, 2, 4, 8, 8]
 
 
-def test_rules_have_their_mesh_and_layers_and_the_planner_is_the_fastest(rules):
+def test_rules_have_their_mesh_and_layers_and_the_planner_is_the_fastest(rules, monkeypatch):
+    """Their searches predict no plan twice, and find what each finds alone."""
+    predicted, predict = [], search.predict_step
+
+    def counting(model, machine, **how):
+        predicted.append((model, how["inside"]))
+        return predict(model, machine, **how)
+    monkeypatch.setattr(search, "predict_step", counting)
     (found,) = check_rules(load_rules(rules("[2, 4]", layers=LLAMA)), H100, "float16")
+    assert len(predicted) == len({*predicted}) > 20
+    alone = BestOnly(found[3].training).run().best
+    assert (alone.choice, alone.seconds) == (found[3].plan.choice, found[3].plan.seconds)
     for one in found:
         architecture = one.plan.model.stack.architecture
         assert architecture.kv_heads == 4 and architecture.perceptron == "swiglu"
@@ -125,7 +137,7 @@ def test_a_rule_of_no_stage_is_refused(rules, tmp_path):
 
 
 TINY_GPT = ModelFile("tiny", 4, 64, 4, 100, 16, tied=False)
-ASKED = Asked(TINY_GPT, 2, 16, "float16", H100)
+ASKED = Training(TINY_GPT, 1, 2, 16, "float16", H100)
 RATES = [1e9, H100.network.bytes_per_second, 1e13]
 
 
@@ -159,7 +171,7 @@ def test_a_map_prices_the_layers_of_the_model(more, places):
 
 
 def test_a_map_at_the_rate_of_the_machine_is_its_search(places):
-    families = Search(Training(TINY_GPT, 16, 2, 16, "float16", H100)).screen()
+    families = Search(replace(ASKED, gpus=16)).screen()
     lines = [plan for family, plans in families.items() for plan in plans
              if plan[1].scheme in ("1d", "1d-sp")]
     assert places[4].rate == RATES[1] and places[4].gpus == 16

@@ -1,6 +1,7 @@
 """Plans of whole trainings against brute force, and the lines that say why there is none."""
 import argparse
 import re
+import shlex
 import sys
 from dataclasses import replace
 
@@ -105,7 +106,7 @@ def test_so_it_is_with_uneven_grids_shards_and_places(gpt, batch, mib, likes, ze
 def test_closed_forms_price_the_largest_rank(sizes):
     """32 heads, 4096 features, and 2 sequences, on 3 and 6 ranks."""
     asked = Training(load_model("llama-2-7b"), 6, 6, 2048, "float32", load_machine("dgx-a100"))
-    scheme, grid = next(one for one in asked.shapes() if one[1].sizes == sizes)
+    scheme, grid = next(one for one in asked.shapes if one[1].sizes == sizes)
     layer = Layer(scheme, grid, 6, "none", False)
     traces = trace_layer(asked, layer)
     near, exact = works_of(asked, layer, .03, traces)
@@ -195,7 +196,7 @@ def test_closed_forms_of_a_layer_are_near_its_dry_run(model, recompute):
         ("dgx-a100", .03), ("dgx-h100", .03), ("longhorn", .06))]
     assert len({machine.elementwise_block for machine, _ in machines}) == 1    # all that is traced
     asked = Training(load_model(model), 8, 8, 2048, "float32", machines[0][0])
-    for scheme, grid in asked.shapes():
+    for scheme, grid in asked.shapes:
         if grid.sizes in ((1,), (4,), (2, 2), (1, 2, 2)):
             layer = Layer(scheme, grid, 2, recompute, False)
             traces = trace_layer(asked, layer)
@@ -251,13 +252,13 @@ def division_of(words: list[str]) -> tuple:
 def test_dry_train_and_jobs_take_a_plan(choice, overlap, tmp_path, capsys):
     """Seconds and bytes of `dry` are the plan's, and `train` is on its mesh: it moves as much."""
     asked = training(SMALL, 8, 8, 100)
-    (tmp_path / "mine.toml").write_text(msgspec.toml.encode(asked.machine).decode())
+    (tmp_path / "my own.toml").write_text(msgspec.toml.encode(asked.machine).decode())
     gpt = msgspec.structs.replace(SMALL, vocab=256, tied=overlap,
                                   architecture=LLAMA if overlap else SMALL.architecture)
-    asked = replace(asked, named=str(tmp_path / "mine.toml"), overlap=overlap, gpt=gpt,
+    asked = replace(asked, named=str(tmp_path / "my own.toml"), overlap=overlap, gpt=gpt,
                     asked=f"--model {written(gpt, tmp_path)}")
     plan = search.Search(asked).predicted(choice)
-    dry, trained, job = (line.split() for line in command_lines(asked, plan))
+    dry, trained, job = map(shlex.split, command_lines(asked, plan))
     assert main(dry[3:]) == 0
     said = capsys.readouterr().out
     assert f"{plan.seconds:.6g}" in said and f"{plan.memory['all']:,}" in said
@@ -281,7 +282,8 @@ def test_dry_train_and_jobs_take_a_plan(choice, overlap, tmp_path, capsys):
     (["--gpus", "7919", "--model", "llama-3-70b", "--batch", "8"], "such as 4096 would do"),
     (["--gpus", "8", "--model", "gpt-3-175b", "--batch", "1"], "no plan fits 74.5 GiB a GPU"),
     (["--gpus", "1", "--model", "gpt2", "--batch", "100003"], "so a smaller batch may do too"),
-    (["--map", "7919", "--model", "gpt2", "--batch", "8"], "such as 4096 would do"),
+    (["--gpus", "7919", "--model", "gpt2", "--batch", "1"], "such as 1024 would do"),
+    (["--map", "7919", "--model", "gpt2", "--batch", "8"], "such as 512 would do"),
     (["--map", "1,2", "--model", "gpt-3-175b", "--batch", "8"],
      "--map 1,2: no plan on any of these, the last: --gpus 2 --model gpt-3-175b: no plan fits"),
     (["--gpus", "8", "--model", "none.toml", "--batch", "8"], "there is no such file"),
