@@ -6,7 +6,7 @@ from bench.reports.finish import write_tables_and_figures
 from jobs import standings
 from jobs.scripts import Row, Work
 from jobs.standings import DONE, Standing
-from mm3d.console import say
+from mm3d.console import complain, say
 
 
 def copy_results(work: Work, case: Row) -> int:
