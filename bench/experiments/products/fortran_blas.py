@@ -43,8 +43,12 @@ class FortranGemm:
         self._call.restype = None
         self.file, self.dtype = files[0], np.dtype(dtype)
 
-    def __call__(self, a: np.ndarray, b: np.ndarray, out: np.ndarray) -> np.ndarray:
-        """Compute A B in `out`; rows of all three are contiguous, or columns of A and B."""
+    def __call__(self, a: np.ndarray, b: np.ndarray, out: np.ndarray,
+                 progress: None = None) -> np.ndarray:
+        """Compute A B in `out`; rows of all three are contiguous, or columns of A and B.
+
+        Collectives in flight make no `progress` meanwhile.
+        """
         if {a.dtype, b.dtype, out.dtype} != {self.dtype} or not out.flags.c_contiguous:
             raise ValueError(f"{a.dtype} times {b.dtype} into {out.dtype}: {self.dtype} in rows "
                              f"would do")

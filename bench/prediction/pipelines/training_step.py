@@ -6,7 +6,7 @@ moves.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cache, cached_property
 from typing import Callable
@@ -49,7 +49,7 @@ class TrainingStep:
 
     seconds: float
     pipeline: PredictedPipeline
-    divide: Callable[[], dict[str, float]]
+    divide: Callable[[], dict[str, float]] = field(compare=False)
 
     @cached_property
     def shares(self) -> dict[str, float]:

@@ -49,7 +49,8 @@ def test_what_computes_wrong_is_found(cupy, monkeypatch):
 
 def test_products_that_refuse_a_capture_are_no_graph(cupy, monkeypatch):
     """As CuPy's own do, which call cuBLAS through wrappers that set the stream."""
-    monkeypatch.setattr(type(cupy), "gemm", lambda self, a, b, out: self.xp.matmul(a, b, out=out))
+    monkeypatch.setattr(type(cupy), "gemm",
+                        lambda self, a, b, out, progress: self.xp.matmul(a, b, out=out))
     finding = gpu_checks.graph(FACTS)
     assert finding.state == WARNING and "while a stream is captured" in finding.text
     with pytest.raises(UsageError, match="--graph: .*while a stream is captured"):

@@ -137,6 +137,7 @@ def test_what_lies_inside_nodes_is_faster_there():
     steps = [search.Search(asked).predicted(near._replace(inside=inside)).step
              for inside in ("", "s", "d")]
     assert steps[0] == steps[1]    # stages are inside already
+    assert steps[0].shares == steps[1].shares
     first, last = steps[0], steps[2]
     assert max(last.pipeline.sums) < max(first.pipeline.sums)
     assert np.isnan(first.pipeline.between) and np.isnan(last.pipeline.inside)
