@@ -23,8 +23,8 @@ TEXTS = {name: re.sub(r"``[^`]+``", lambda found: " ".join(found[0].split()),
                       (ROOT / name).read_text().replace("\\\n", " ")) for name in NAMES}
 LITERALS = {word for text in TEXTS.values() for word in re.findall(r"``([^`]+)``", text)}
 
-# Of pytest and srun; and a file that a job writes into its folder of results.
-OTHERS = {"--several-ranks", "--slow", "--mpi"}
+# Of pytest, srun and mpirun; and a file that a job writes into its folder of results.
+OTHERS = {"--several-ranks", "--slow", "--mpi", "--oversubscribe"}
 WRITTEN = {"jobs/all.h5"}
 TESTED = {"MM3D_CUDA_MPI"}    # variables that README gives to the tests
 
