@@ -92,7 +92,7 @@ def draw_scaling(results: Results):
         share_limits(panels[row])
     add_legends(figure, panels.flat)
     write_caption(figure, results, "Measured: by the medians of whole steps; bars: by their 95 % "
-                  "confidence intervals; that at the fewest ranks is not in the others'.")
+                  "confidence intervals, with the fewest ranks' median taken as exact.")
     return figure
 
 
