@@ -68,7 +68,7 @@ class Screening:
         self.training, self.layers = training, Layers(training)
         if layers is not None:
             if layers.training != self.layers.training:
-                raise ValueError("layers of a training of another model, dtype or machine")
+                raise ValueError("layers of another model, seq, dtype or machine")
             self.layers = layers
         self.limit = training.machine.memory_bytes
         self.estimator, price = Estimator(training), collective_price(training.machine)
@@ -94,7 +94,7 @@ class Screening:
         progress
             As of the class.
         **meshes
-            These two, on which no estimate depends.
+            Either or both, on which no estimate depends.
         """
         found = copy(self)
         found.training = replace(self.training, **meshes)
