@@ -7,7 +7,7 @@ from copy import copy
 from dataclasses import replace
 from functools import cache
 from operator import le
-from typing import Any, Callable, Iterable, Iterator, Self
+from typing import Callable, Iterable, Iterator, Self
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from bench.prediction.training_plans.dimensions import FIRST, OF_STATE, OF_WORK,
 from bench.prediction.training_plans.estimate import Estimator, Held
 from bench.prediction.training_plans.layer_work import (Layer, Layers, LayerWork, layer_bytes,
                                                         screened_work, traced_work, words_of)
+from mm3d.grid.shape import GridShape
 
 KEPT = 100          # plans of a family that are looked at, by closed forms the fastest
 REFINED = 24        # that fit by dry runs of a layer, in all
@@ -65,11 +66,10 @@ class Screening:
                              f"counts others")
         with as_usage_error():
             words_of("none", training.dtype, LayerKind.of(training.gpt.sizes(), experts))
-        self.training, self.layers = training, Layers(training)
-        if layers is not None:
-            if layers.training != self.layers.training:
-                raise ValueError("layers of another model, seq, dtype or machine")
-            self.layers = layers
+        self.training, own = training, Layers(training)
+        self.layers = layers or own
+        if self.layers.training != own.training:
+            raise ValueError("layers of another model, seq, dtype or machine")
         self.limit = training.machine.memory_bytes
         self.estimator, price = Estimator(training), collective_price(training.machine)
         self.screened: Callable[[Layer], LayerWork] = cache(lambda layer: screened_work(
@@ -86,18 +86,14 @@ class Screening:
         self.counts = dict.fromkeys(("candidates", "too large", "layers", "exact"), 0)
         self.least = INFINITE    # bytes of the smallest plan that does not fit
 
-    def within(self, progress: Callable[[str], None], **meshes: Any) -> Self:
-        """Return a search that shares all estimates, with other `Training.keeps` and `stages`.
+    def within(self, progress: Callable[[str], None],
+               keeps: Callable[[str, GridShape], bool] = Training.keeps, stages: int = 0) -> Self:
+        """Return a search among some plans, by `Training.keeps` and `stages`.
 
-        Parameters
-        ----------
-        progress
-            As of the class.
-        **meshes
-            Either or both, on which no estimate depends.
+        No estimate depends on these: it shares all of them.
         """
         found = copy(self)
-        found.training = replace(self.training, **meshes)
+        found.training = replace(self.training, keeps=keeps, stages=stages)
         found._begin(progress)
         return found
 
