@@ -11,6 +11,7 @@ import msgspec
 
 from bench.errors import UsageError
 from bench.prediction.training_plans.choices import Choice, TITLES, Training
+from bench.prediction.training_plans.layer_work import Layers
 from bench.prediction.training_plans.search import SLACK, Search
 from mm3d.grid.shape import GridShape
 
@@ -82,13 +83,13 @@ def map_kinds(asked: Training, gpus: Sequence[int], rates: Sequence[float],
     UsageError
         When no plan of any kind fits anywhere.
     """
-    fits, problems, like = False, [], Search(asked)
+    fits, problems, layers = False, [], Layers(asked)
     for number in gpus:
         here = replace(asked, gpus=number)
         best: dict[float, dict[str, Best]] = {rate: {} for rate in rates}
         for kind, keeps in KINDS.items():
             progress(f"{number} GPUs: {kind}")
-            for rate, one in _best_at_rates(replace(here, keeps=keeps), rates, like,
+            for rate, one in _best_at_rates(replace(here, keeps=keeps), rates, layers,
                                             problems).items():
                 best[rate][kind] = one
         fits |= any(best.values())
@@ -109,7 +110,7 @@ def _exact_seconds(here: Training, best: dict[str, Best]) -> dict[str, float]:
     return {kind: plan.seconds for kind, plan in plans.items() if plan is not None}
 
 
-def _best_at_rates(here: Training, rates: Sequence[float], like: Search,
+def _best_at_rates(here: Training, rates: Sequence[float], layers: Layers,
                    problems: list[str]) -> dict[float, Best]:
     """Return the fastest plan that fits by closed forms, at each rate.
 
@@ -119,7 +120,7 @@ def _best_at_rates(here: Training, rates: Sequence[float], like: Search,
     for rate in rates:
         network = msgspec.structs.replace(here.machine.network, bytes_per_second=rate)
         machine = msgspec.structs.replace(here.machine, network=network)
-        search = Search(replace(here, machine=machine), like=like)
+        search = Search(replace(here, machine=machine), layers=layers)
         search.limit /= SLACK    # here nothing is looked at again
         try:
             families = search.screen()

@@ -5,7 +5,7 @@ open is chosen twice: plainly (`PLAIN`), and by the planner within the mesh.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Callable, Iterator
 
@@ -161,8 +161,7 @@ def check_rules(rules: Rules, machine: Machine, dtype: str,
         found = []
 
         def test(by: str, find: Callable[[Search], TrainingPlan], **meshes: Any) -> None:
-            search = BestOnly(replace(whole.training, **meshes),
-                              lambda line: progress(f"{rule.size}, {by}: {line}"), whole)
+            search = whole.within(lambda line: progress(f"{rule.size}, {by}: {line}"), **meshes)
             found.append(_tested(rule, by, search, find))
         for tensor in rule.tensor:
             of_rule = {"keeps": partial(_is_megatron, tensor), "stages": rule.stages}

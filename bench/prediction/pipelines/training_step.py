@@ -6,10 +6,9 @@ moves.
 """
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache, cached_property
-from typing import Callable
 
 from bench.cases.variants import itemsize
 from bench.prediction.layer_blocks import ADDED, weight_parts
@@ -43,13 +42,13 @@ class TrainingStep:
         Of the step.
     pipeline : PredictedPipeline
         The times of all stages.
-    divide : callable
-        Returns `shares`.
+    work : dict of str to float
+        `shares`, without hops and the bubble.
     """
 
     seconds: float
     pipeline: PredictedPipeline
-    divide: Callable[[], dict[str, float]] = field(compare=False)
+    work: dict[str, float]
 
     @cached_property
     def shares(self) -> dict[str, float]:
@@ -59,7 +58,8 @@ class TrainingStep:
         messages and of kernels; hops between stages that the step waits for; sums and gathers over
         replicas that it waits for; optimizer; and all else, the bubble.
         """
-        return self.divide()
+        known = self.work | {"hops": float(self.pipeline.seconds - self.pipeline.without_hops)}
+        return known | {"bubble": max(0.0, self.seconds - sum(known.values()))}
 
 
 def predict_step(model: PipelineModel, machine: Machine, repeats: bool = False,
@@ -88,19 +88,14 @@ def predict_step(model: PipelineModel, machine: Machine, repeats: bool = False,
         sums = max(0.0, sums - float(min(busy)))
     sums += tied_seconds(model, machine, inside)
     optimizer, written = optimizer_seconds(model, machine), written_seconds(model, machine)
-    waits = float(found.timeline.makespan)
-
-    def divide() -> dict[str, float]:
-        rank, spent = max(range(schedule.ranks), key=busy.__getitem__), dict.fromkeys(SHARES, 0.0)
-        for stage in schedule.stages[rank]:
-            for term, seconds in _terms_of_micro(model, machine, found.spent[stage], repeats,
-                                                 overlap).items():
-                spent[term] += seconds * schedule.microbatches
-        spent["hops"] = float(found.seconds - found.without_hops)
-        spent["bubble"] = max(0.0, waits - sum(spent.values()))
-        return spent | {"replicas": spent["replicas"] + sums, "optimizer": optimizer,
-                        "elementwise": spent["elementwise"] - written}
-    return TrainingStep(waits - written + sums + optimizer, found, divide)
+    rank = max(range(schedule.ranks), key=busy.__getitem__)
+    work = dict.fromkeys(SHARES, 0.0) | {"replicas": sums, "optimizer": optimizer,
+                                         "elementwise": -written}
+    for stage in schedule.stages[rank]:
+        for term, seconds in _terms_of_micro(model, machine, found.spent[stage], repeats,
+                                             overlap).items():
+            work[term] += seconds * schedule.microbatches
+    return TrainingStep(float(found.timeline.makespan) - written + sums + optimizer, found, work)
 
 
 def _terms_of_micro(model: PipelineModel, machine: Machine, spent: Spent, repeats: bool,

@@ -6,9 +6,10 @@ of milliseconds, those of the best.
 
 import sys
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple, Sequence
 
+import msgspec
 import numpy as np
 
 from bench.cases.variants import itemsize
@@ -117,6 +118,24 @@ class LayerWork:
     weights: float
     ends: tuple[float, float]
     filled: LayerBytes
+
+
+class Layers:
+    """Remember the work of layers, which trainings share that differ in GPUs, batch and links.
+
+    Parameters
+    ----------
+    training : Training
+        One of them, of which nothing else is seen.
+    """
+
+    def __init__(self, training: Training) -> None:
+        machine = msgspec.structs.replace(training.machine, node=None, network=None)
+        self.training = one = replace(training, gpus=0, batch=0, machine=machine, overlap=False,
+                                      named="", asked="", keeps=None, stages=0)
+        self.filled, self.counted, self.alone = (cache(partial(work, one)) for work in (
+            screened_bytes, screen_layer, trace_alone))
+        self.traces = cache(lambda layer: trace_layer(one, layer, self.alone(layer)))
 
 
 def screened_bytes(training: Training, layer: Layer) -> tuple[LayerBytes, float]:

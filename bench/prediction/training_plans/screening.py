@@ -3,10 +3,11 @@
 import heapq
 import itertools
 from bisect import bisect_right
+from copy import copy
 from dataclasses import replace
 from functools import cache
 from operator import le
-from typing import Callable, Iterable, Iterator
+from typing import Callable, Iterable, Iterator, Self
 
 import numpy as np
 
@@ -16,10 +17,9 @@ from bench.prediction.layer_blocks import LayerKind
 from bench.prediction.training_plans.choices import MOST_ACTIONS, Choice, Training
 from bench.prediction.training_plans.dimensions import FIRST, OF_STATE, OF_WORK, list_choices
 from bench.prediction.training_plans.estimate import Estimator, Held
-from bench.prediction.training_plans.layer_work import (Layer, LayerWork, layer_bytes,
-                                                        screen_layer, screened_bytes,
-                                                        screened_work, trace_alone, trace_layer,
-                                                        traced_work, words_of)
+from bench.prediction.training_plans.layer_work import (Layer, Layers, LayerWork, layer_bytes,
+                                                        screened_work, traced_work, words_of)
+from mm3d.grid.shape import GridShape
 
 KEPT = 100          # plans of a family that are looked at, by closed forms the fastest
 REFINED = 24        # that fit by dry runs of a layer, in all
@@ -28,10 +28,6 @@ CERTAIN = 1.1       # of an estimate by closed forms: up to this a plan is as go
 SLACK = 1.15        # of memory, by closed forms
 TRACED_SLACK = 1.02    # by dry runs of a layer
 LEAST_AGAIN = 0.6   # of forward, that backward repeats with the recomputation of all of a layer
-# What searches share that differ in GPUs and links, and those that differ in meshes alone.
-OF_MODEL = ("filled", "counted", "alone", "traces")
-OF_TRAINING = (*OF_MODEL, "estimator", "screened", "traced", "listed", "fitting", "rates",
-               "placed", "exact")
 # What is known of a plan: a bound of all its work, of its layers, of all but hops; the estimate.
 LISTED, ALONE, PLACED, ESTIMATED = range(4)
 
@@ -51,9 +47,8 @@ class Screening:
         What is trained.
     progress : callable, optional
         Is given a line on what is done.
-    like : Screening, optional
-        One of this model, dtype and machine, but for its links, whose layers need not be estimated
-        again; nor its plans, if only `Training.keeps` and `Training.stages` are others.
+    layers : Layers, optional
+        Those of a training that differs in GPUs, batch and links alone.
 
     Raises
     ------
@@ -63,7 +58,7 @@ class Screening:
     """
 
     def __init__(self, training: Training, progress: Callable[[str], None] = lambda line: None,
-                 like: "Screening | None" = None) -> None:
+                 layers: Layers | None = None) -> None:
         experts = training.gpt.experts
         if experts and (experts.design.width or experts.design.shared):
             raise UsageError(f"experts with {experts.design.given()}: trainings are planned with "
@@ -71,25 +66,36 @@ class Screening:
                              f"counts others")
         with as_usage_error():
             words_of("none", training.dtype, LayerKind.of(training.gpt.sizes(), experts))
-        self.training, self.progress = training, progress
+        self.training, own = training, Layers(training)
+        self.layers = layers or own
+        if self.layers.training != own.training:
+            raise ValueError("layers of another model, seq, dtype or machine")
         self.limit = training.machine.memory_bytes
-        self.counts = dict.fromkeys(("candidates", "too large", "layers", "exact"), 0)
-        self.least = INFINITE    # bytes of the smallest plan that does not fit
         self.estimator, price = Estimator(training), collective_price(training.machine)
-        self.filled = cache(lambda layer: screened_bytes(training, layer))
-        self.counted = cache(lambda layer: screen_layer(training, layer))
         self.screened: Callable[[Layer], LayerWork] = cache(lambda layer: screened_work(
-            layer, self.counted(layer.anywhere._replace(halves=False)), price))
-        self.alone = cache(lambda layer: trace_alone(training, layer))
-        self.traces = cache(lambda layer: trace_layer(training, layer, self.alone(layer)))
+            layer, self.layers.counted(layer.anywhere._replace(halves=False)), price))
         self.traced: Callable[[Layer], LayerWork] = cache(
-            lambda layer: traced_work(training, layer, self.traces(layer.anywhere)))
+            lambda layer: traced_work(training, layer, self.layers.traces(layer.anywhere)))
         self.listed, self.fitting, self.rates, self.placed = map(cache, (
             self._listed, self._fitting, self._rates, self._in_every_place))
-        if like is not None:
-            same = training == replace(like.training, keeps=training.keeps, stages=training.stages)
-            shared = OF_TRAINING if same else OF_MODEL
-            vars(self).update((name, one) for name, one in vars(like).items() if name in shared)
+        self._begin(progress)
+
+    def _begin(self, progress: Callable[[str], None]) -> None:
+        """Forget what was counted."""
+        self.progress = progress
+        self.counts = dict.fromkeys(("candidates", "too large", "layers", "exact"), 0)
+        self.least = INFINITE    # bytes of the smallest plan that does not fit
+
+    def within(self, progress: Callable[[str], None],
+               keeps: Callable[[str, GridShape], bool] = Training.keeps, stages: int = 0) -> Self:
+        """Return a search among some plans, by `Training.keeps` and `stages`.
+
+        No estimate depends on these: it shares all of them.
+        """
+        found = copy(self)
+        found.training = replace(self.training, keeps=keeps, stages=stages)
+        found._begin(progress)
+        return found
 
     def choices(self) -> Iterator[Choice]:
         """List all plans."""
@@ -118,7 +124,7 @@ class Screening:
         bounded: dict[str, list[Bounded]] = {}
         limit, counts = SLACK * self.limit, self.counts
         for work in self.works():
-            filled, passes = self.filled(Layer.of(work, whole=True))
+            filled, passes = self.layers.filled(Layer.of(work, whole=True))
             held = self.estimator.held(work, filled)
             every = len(self.listed(work.replicas)[0])
             states, least = self._split(work, held, limit)
@@ -295,12 +301,12 @@ class Screening:
         layer = Layer.of(choice).anywhere
         most = TRACED_SLACK * self.limit
         needed = self.estimator.memory(choice, layer_bytes(self.training, layer,
-                                                           self.alone(layer)))
+                                                           self.layers.alone(layer)))
         if needed <= most:
             needed = self.estimator.memory(choice, self.traced(layer).filled)
         if needed > most:
             self.least = min(self.least, needed)
-        self.counts["layers"] = self.alone.cache_info().currsize
+        self.counts["layers"] = self.layers.alone.cache_info().currsize
         self.progress(f"{self.counts['layers']} layers run dry")
         return needed <= most
 

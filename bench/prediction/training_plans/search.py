@@ -17,7 +17,7 @@ from bench.prediction.pipelines.training_step import (TrainingStep, memory_by_ki
                                                       predict_step)
 from bench.prediction.training_plans.choices import Choice, Training
 from bench.prediction.training_plans.dimensions import changed, describe, searched
-from bench.prediction.training_plans.layer_work import Layer
+from bench.prediction.training_plans.layer_work import Layer, Layers
 from bench.prediction.training_plans.screening import OF_FAMILY, SLACK, Screening, ordered
 
 EXACT = 8           # predicted exactly, in all
@@ -113,9 +113,12 @@ class Search(Screening):
     """
 
     def __init__(self, training: Training, progress: Callable[[str], None] = lambda line: None,
-                 like: "Search | None" = None) -> None:
+                 layers: Layers | None = None) -> None:
+        super().__init__(training, progress, layers)
         self.exact = cache(self._exact)
-        super().__init__(training, progress, like)
+
+    def _begin(self, progress: Callable[[str], None]) -> None:
+        super()._begin(progress)
         self.unfit: list[TrainingPlan] = []
         self.refused: dict[str, str] = {}
 
@@ -206,7 +209,7 @@ class Search(Screening):
         """Return the fastest plan that fits and differs in one choice, or why there is none."""
         screened, others = [], [*changed(self.training, name, best)]
         for choice in others:
-            filled, _ = self.filled(Layer.of(choice, whole=True))
+            filled, _ = self.layers.filled(Layer.of(choice, whole=True))
             if self.estimator.memory(choice, filled) <= SLACK * self.limit:
                 screened.append((self.estimator.seconds(
                     choice, self.screened(Layer.of(choice))), choice))

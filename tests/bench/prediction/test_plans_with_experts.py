@@ -53,7 +53,7 @@ def test_plans_come_in_the_order_of_their_estimates_and_none_is_left_out(mib, mo
              for family, plans in asked.screen().items()}
     every: dict[str, dict[Choice, float]] = {}
     for choice in asked.choices():
-        filled, _ = asked.filled(Layer.of(choice, whole=True))
+        filled, _ = asked.layers.filled(Layer.of(choice, whole=True))
         if asked.estimator.memory(choice, filled) <= screening.SLACK * asked.limit:
             seconds = asked.estimator.seconds(choice, asked.screened(Layer.of(choice)))
             best = every.setdefault(choice.family, {})

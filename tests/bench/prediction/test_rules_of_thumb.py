@@ -110,6 +110,18 @@ def test_rules_have_their_mesh_and_layers_and_the_planner_is_the_fastest(rules, 
     assert found[5].plan.seconds <= min(one.plan.seconds for one in found)
 
 
+def test_searches_share_the_layers_of_one_model_alone():
+    asked = Training(load_model("llama-2-7b"), 8, 16, 4096, "float16", H100)
+    slow = structs.replace(H100.network, bytes_per_second=1e9)
+    shared = Search(replace(asked, gpus=4, batch=8, machine=structs.replace(
+        H100, network=slow))).layers
+    assert Search(asked, layers=shared).layers is shared
+    for other in (dict(gpt=load_model("llama-2-13b")), dict(seq=2048), dict(dtype="bfloat16"),
+                  dict(machine=structs.replace(H100, kernels="own"))):
+        with pytest.raises(ValueError, match="layers of another model, seq, dtype or machine"):
+            Search(replace(asked, **other), layers=shared)
+
+
 def test_the_verb_says_why_a_rule_has_no_plan(rules, capsys):
     """Two replicas do not divide a batch of 9."""
     assert main(["plan", "--rules", rules(batch=9), "--machine", "dgx-h100"]) == 0

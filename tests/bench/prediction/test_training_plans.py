@@ -56,7 +56,7 @@ def test_the_best_plan_is_that_of_all_predicted_exactly(gpus, batch, mib):
     _, fitting = check_best(asked)
     assert len(fitting) > 10
     for plan in fitting:
-        filled, _ = asked.filled(Layer.of(plan.choice, whole=True))
+        filled, _ = asked.layers.filled(Layer.of(plan.choice, whole=True))
         assert asked.estimator.memory(plan.choice, filled) <= screening.SLACK * asked.limit
         assert asked.may_fit(plan.choice)
 
