@@ -100,8 +100,6 @@ def compare_sides(first: Sequence[str], second: Sequence[str],
     if shared:
         notes.append(f"The same in all cases of microbenchmarks: {shared}.")
     parts: list[Part] = [verdict_table(verdicts), Notes("About this comparison:", notes)]
-    if problems:
-        parts.append(Notes("Left out:", problems))
     failures = [] if limit is None else [
         *(f"only in A, and so not judged: {name}" for name in before if name not in after),
         *(f"slower by more than {limit:g} %: {one.name}: {100 * (one.ratio - 1):.1f} %"

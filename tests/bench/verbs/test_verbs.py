@@ -100,8 +100,7 @@ def test_mpi_starts_only_for_verbs_of_ranks(words, started):
 
 
 WRONG = [("mesure", "did you mean measure?"), ("measure gem", "did you mean gemm?"),
-         ("paln", "mean plan?"), ("rum", "mean run?"),
-         ("cub", "mean cube?"),
+         ("paln", "mean plan?"), ("rum", "mean run?"), ("cub", "mean cube?"),
          ("measure layer --schem 3d", "--schem is no option of"),
          ("measure layer --schem 3d", "did you mean --scheme?"),
          ("dry --scheme 3dd", "did you mean 3d?"), ("dry --order position", "--expert-order?"),
