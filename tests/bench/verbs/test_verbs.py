@@ -142,6 +142,7 @@ WRONG = [("mesure", "did you mean measure?"), ("measure gem", "did you mean gemm
          *((f"compare {words}", "name them all after --before and after --after") for words in (
              "a", "", "--before a", "a b --after c", "a b c")),
          ("compare a b --fail-on-regression -3", "regression: '-3': a number of at least 0"),
+         ("report x.json --figures --talk", "--talk is for results: leave it out, x.json is a"),
          ("report . --format word", "'word' is unknown"),
          ("report . --figures --figure-format bmp", "'bmp' is unknown: choose one of png, svg"),
          ("reproduce --paper megablock", "paper 'megablock' is unknown: choose one of "),
