@@ -187,15 +187,13 @@ class SavedModel:
 
     def sample(self, limits: Limits) -> tuple[list[list[float]], str]:
         """Take samples of all operations in turns; a sample is the slowest rank's seconds."""
-        acts = {"save": self.save, "restore": self.restore, "disk write": self.write_plain,
-                "disk read": self.read_plain}
-
-        def sample(name: str) -> float:
-            self._do(self.remove_saved if name == "save" else self.drop_from_cache)
-            return self._do(acts[name])
+        def time_one(act: Callable[[], None]) -> float:
+            self._do(self.remove_saved if act == self.save else self.drop_from_cache)
+            return self._do(act)
         self._do(self.write_plain)    # so that it can be read first
-        return take_samples_in_turns([partial(sample, name) for name in OPERATIONS], limits,
-                                     self.seed, self.comm)
+        return take_samples_in_turns([partial(time_one, act) for act in (
+            self.save, self.restore, self.write_plain, self.read_plain)],    # as in OPERATIONS
+            limits, self.seed, self.comm)
 
     def _do(self, act: Callable[[], None]) -> float:
         """Return the seconds until all ranks have called `act`; OSError on all if one cannot."""
