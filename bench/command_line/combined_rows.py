@@ -27,8 +27,7 @@ def reproduce(arguments: argparse.Namespace, report: Callable[[Path], int]) -> i
     Returns
     -------
     int
-        0 when all rows were measured, 1 when one was not or a file was left out, 128 plus the
-        number of a signal.
+        0 when all was measured and read, 1 when it was not, 128 plus the number of a signal.
 
     Raises
     ------

@@ -27,8 +27,7 @@ def write_tables_and_figures(out: Path, figures: bool = True,
                                  formats.render(parts))) -> int:
     """Write tables, figures and one page into the folder `out`; print a summary, and the files.
 
-    ``tables.txt`` has all tables, those of the summary included.  Return 1 when a file of results
-    was left out, else 0.
+    ``tables.txt`` has all tables.  Return 1 when a file of results was left out, else 0.
 
     Parameters
     ----------
