@@ -32,8 +32,6 @@ PROGRAM = COMMAND if Path(sys.argv[0]).name == COMMAND else "python -m bench"
 class VerbsParser(Parser):
     """A parser of verbs, or of the kinds of a verb, whose help lists them."""
 
-    renamed = verbs.RENAMED
-
     def format_help(self) -> str:
         """Return the help."""
         if self._subparsers is None:

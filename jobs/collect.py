@@ -52,15 +52,14 @@ def collect(work: Work, cases: list[Row]) -> int:
     Returns
     -------
     int
-        0 when no row is missing and all runs are merged, otherwise 1.
+        0 when no row is missing, and all files are read and all runs merged, otherwise 1.
     """
     journal.check_folder(work.out)
     new = sum(copy_results(work, one) for one in cases)
     found = standings.list_standings(work, cases, standings.read_queue(work))
     missing = [one for one in found if one.state != DONE]
     done = len(cases) - len(missing)
-    if run_file.list_files(work.out):
-        write_tables_and_figures(work.out)
+    unread = run_file.list_files(work.out) and write_tables_and_figures(work.out)
     say(f"\n{done} of {len(cases)} rows done, {counted(new, 'new file')} in {work.out}")
     for one in missing:
         say(f"missing: {format_standing(one)}")
@@ -68,7 +67,7 @@ def collect(work: Work, cases: list[Row]) -> int:
         complain(f"warning: {warning}")
     line, left_out = merge_runs(work, cases)
     say(line)
-    return run_file.report_left_out(left_out) or int(bool(missing))
+    return run_file.report_left_out(left_out) or int(bool(missing or unread))
 
 
 def format_standing(one: Standing) -> str:

@@ -21,13 +21,13 @@ from mm3d.console import say
 PASSED_ON = (*LIMITS, "width", "software_share", "stall")    # options of ``measure meshes``
 
 
-def reproduce(arguments: argparse.Namespace, report: Callable[[Path], object]) -> int:
+def reproduce(arguments: argparse.Namespace, report: Callable[[Path], int]) -> int:
     """Measure the rows that an earlier command has not finished, and report a folder's.
 
     Returns
     -------
     int
-        0 when all rows were measured, 1 when one was not, 128 plus the number of a signal.
+        0 when all was measured and read, 1 when it was not, 128 plus the number of a signal.
 
     Raises
     ------
@@ -67,6 +67,7 @@ def reproduce(arguments: argparse.Namespace, report: Callable[[Path], object]) -
     complete = progress.measured == progress.total
     log.write("end", outcome="stopped" if stopped else "complete" if complete else "incomplete",
               measured=progress.measured, of=progress.total)
+    status = int(not complete)
     if progress.measured:
-        report(log.folder)
-    return stopped.status if stopped else int(not complete)
+        status |= report(log.folder)
+    return stopped.status if stopped else status

@@ -1,7 +1,7 @@
 """Parse options; a one-line error says what is wrong and what may have been meant."""
 
 import argparse
-from typing import Any, Mapping, NoReturn, Sequence
+from typing import Any, NoReturn, Sequence
 
 import mm3d
 from bench.errors import in_short
@@ -19,13 +19,10 @@ class Parser(argparse.ArgumentParser):
 
     Attributes
     ----------
-    renamed : mapping of str to str
-        The present verbs, by former names.
     also : sequence of str
         Words that the caller takes instead of a verb.
     """
 
-    renamed: Mapping[str, str] = {}
     also: Sequence[str] = ()
 
     def __init__(self, *names: Any, **settings: Any) -> None:
@@ -84,9 +81,6 @@ class Parser(argparse.ArgumentParser):
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.nargs == argparse.PARSER and value not in action.choices:
-            if value in self.renamed:
-                raise argparse.ArgumentError(
-                    action, f"{value} is called {self.renamed[value]} now")
             raise argparse.ArgumentError(action, unknown_name(
                 repr(value), value, action.choices, self.also))
         super()._check_value(action, value)

@@ -54,10 +54,7 @@ class RowProgress:
 class StatusLine:
     """Say what is done now: on a terminal in one line, in a log by a line from time to time.
 
-    Parameters
-    ----------
-    every : float
-        Seconds between two lines of a log, which go to standard error, and before the first.
+    Lines of a log go to standard error, at least `every` seconds after the last, or the begin.
     """
 
     def __init__(self, every: float = 30.0) -> None:

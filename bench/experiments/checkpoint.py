@@ -1,19 +1,21 @@
 """Measure how fast checkpoints are written and read, beside the disk itself."""
 
+import fcntl
 import os
 import shutil
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, Callable
+from typing import IO, Any, Callable
 
 import numpy as np
 from mpi4py import MPI
 
 import mm3d
-from bench.agreement import agree, broadcast_from_rank_0
+from bench.agreement import agree, make_on_rank_0
 from bench.errors import UsageError, WrongResult, as_usage_error
 from bench.instruments.sampling import measured_environment, take_samples_in_turns
 from bench.instruments.timing import Limits
@@ -41,7 +43,8 @@ def measure_checkpoint(comm: MPI.Intracomm, folder: Path, sizes: mm3d.ModelSizes
     comm : MPI.Intracomm
         All ranks, which call it.
     folder : path
-        Where a new folder is made for the files, and removed at the end.
+        Where a new folder is made for the files, and removed at the end, or by the next
+        measurement there if this one is killed.
     dtype : str
         Type of parameters and moments.
 
@@ -58,7 +61,8 @@ def measure_checkpoint(comm: MPI.Intracomm, folder: Path, sizes: mm3d.ModelSizes
         When what was restored differs.
     """
     model, optimizer = create_model(comm, sizes, dtype, seed, backend)
-    work = broadcast_from_rank_0(lambda: make_work_folder(folder), comm)
+    lock = make_on_rank_0(lambda: make_work_folder(folder), comm)
+    work = comm.bcast(lock and Path(lock.name).parent)
     subject = SavedModel(comm, work, model, optimizer, seed)
     try:
         differing = subject.verify()
@@ -70,7 +74,8 @@ def measure_checkpoint(comm: MPI.Intracomm, folder: Path, sizes: mm3d.ModelSizes
     finally:
         # No barrier: ends that all ranks reach follow a collective, and where one rank fails alone
         # the others never come.
-        if comm.rank == 0:
+        if lock:
+            lock.close()
             shutil.rmtree(work, ignore_errors=True)
     return _record(comm, model.grid.backend.name, samples, subject.total, [
         Check(QUANTITY, float(differing), 0.0)],
@@ -78,12 +83,21 @@ def measure_checkpoint(comm: MPI.Intracomm, folder: Path, sizes: mm3d.ModelSizes
          "seed": seed, "ended_by": ended_by, **asdict(limits)})
 
 
-def make_work_folder(folder: Path) -> Path:
-    """Make a folder with a name of its own, which holds nothing of other runs; UsageError if not.
+def make_work_folder(folder: Path) -> IO:
+    """Make a folder with a name of its own; return its lock. UsageError if it cannot be made.
+
+    Folders whose locks nobody holds were left by killed runs, and are removed.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        return Path(tempfile.mkdtemp(prefix="checkpoint-files-", dir=folder))
+        for path in folder.glob("checkpoint-files-*/lock"):
+            with suppress(OSError), open(path, "r+b") as left:
+                fcntl.flock(left, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path.parent)
+        lock = open(Path(tempfile.mkdtemp(prefix="checkpoint-files-", dir=folder), "lock"), "xb")
+        with suppress(OSError):    # a file system may have no locks
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return lock
     except OSError as error:
         raise UsageError(f"--disk {folder}: {error}") from error
 
@@ -173,15 +187,13 @@ class SavedModel:
 
     def sample(self, limits: Limits) -> tuple[list[list[float]], str]:
         """Take samples of all operations in turns; a sample is the slowest rank's seconds."""
-        acts = {"save": self.save, "restore": self.restore, "disk write": self.write_plain,
-                "disk read": self.read_plain}
-
-        def sample(name: str) -> float:
-            self._do(self.remove_saved if name == "save" else self.drop_from_cache)
-            return self._do(acts[name])
+        def time_one(act: Callable[[], None]) -> float:
+            self._do(self.remove_saved if act == self.save else self.drop_from_cache)
+            return self._do(act)
         self._do(self.write_plain)    # so that it can be read first
-        return take_samples_in_turns([partial(sample, name) for name in OPERATIONS], limits,
-                                     self.seed, self.comm)
+        return take_samples_in_turns([partial(time_one, act) for act in (
+            self.save, self.restore, self.write_plain, self.read_plain)],    # as in OPERATIONS
+            limits, self.seed, self.comm)
 
     def _do(self, act: Callable[[], None]) -> float:
         """Return the seconds until all ranks have called `act`; OSError on all if one cannot."""

@@ -84,7 +84,6 @@ def compare_sides(first: Sequence[str], second: Sequence[str],
     """
     names = " ".join(first), " ".join(second)
     (before, problems), (after, more) = read_cases(first), read_cases(second)
-    problems = list(dict.fromkeys(problems + more))
     before, after = name_cases(before, after)
     common = common_cases(names, before, after)
     short, shared = shorten_names({name: before[name] for name in common})
@@ -100,13 +99,11 @@ def compare_sides(first: Sequence[str], second: Sequence[str],
     if shared:
         notes.append(f"The same in all cases of microbenchmarks: {shared}.")
     parts: list[Part] = [verdict_table(verdicts), Notes("About this comparison:", notes)]
-    if problems:
-        parts.append(Notes("Left out:", problems))
     failures = [] if limit is None else [
         *(f"only in A, and so not judged: {name}" for name in before if name not in after),
         *(f"slower by more than {limit:g} %: {one.name}: {100 * (one.ratio - 1):.1f} %"
           for one in verdicts if one.word == "slower" and one.ratio > 1 + limit / 100)]
-    return parts, failures, problems
+    return parts, failures, problems + more
 
 
 def judge_cases(first: Cases, second: Cases, common: list[str]) -> list[CaseVerdict]:

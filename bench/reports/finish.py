@@ -10,6 +10,7 @@ from bench.records import atomic
 from bench.records.folder import (FolderContents, Results, most_oversubscribed, read_folder,
                                   share_cores)
 from bench.records.model_run import Run
+from bench.records.run_file import report_left_out
 from bench.reports import formats, micro_tables, paper_tables, speed_ups
 from bench.document import Notes, Part, Table
 from bench.reports.emulated import describe_clusters
@@ -23,10 +24,10 @@ from mm3d.console import complain, say
 
 def write_tables_and_figures(out: Path, figures: bool = True,
                              show: Callable[[list[Part]], None] = lambda parts: say(
-                                 formats.render(parts))) -> None:
+                                 formats.render(parts))) -> int:
     """Write tables, figures and one page into the folder `out`; print a summary, and the files.
 
-    ``tables.txt`` has all tables, those of the summary included.
+    ``tables.txt`` has all tables.  Return 1 when a file of results was left out, else 0.
 
     Parameters
     ----------
@@ -45,7 +46,7 @@ def write_tables_and_figures(out: Path, figures: bool = True,
         When a file cannot be written.
     """
     found = read_folder(out)
-    text = formats.render(paper_tables.make_document(found))
+    text = formats.render(paper_tables.make_file(found))
     say()
     show(summary_parts(found))
     say()
@@ -55,6 +56,7 @@ def write_tables_and_figures(out: Path, figures: bool = True,
     if figures:
         files += draw_and_describe(found)
     say("; ".join(files))
+    return report_left_out(found.problems)
 
 
 def draw_and_describe(found: FolderContents) -> list[str]:
@@ -92,7 +94,7 @@ def summary_parts(found: FolderContents) -> list[Part]:
             parts.append(Notes("Not predicted:", [str(error)]))
         parts += [*paper_parts(results), *ratio_parts(results, groups), Notes(
             "What these figures show, and what not:", state_limits(results, groups))]
-    return parts + [Notes("Left out:", found.problems)] * bool(found.problems)
+    return parts
 
 
 def paper_parts(results: Results) -> list[Part]:

@@ -181,8 +181,7 @@ def merit_document(found: FolderContents) -> list[Part]:
     if not found.rows:
         raise StoreError("\n".join(["no run of a row of the tables was read: the microbenchmarks "
                                     "have no parts", *found.problems]))
-    parts = [part for run in found.rows for part in run_parts(run)]
-    return parts + [Notes("Left out:", found.problems)] * bool(found.problems)
+    return [part for run in found.rows for part in run_parts(run)]
 
 
 def run_parts(run: Run) -> list[Part]:

@@ -14,7 +14,7 @@ from bench.reports.certainty import run_name
 from bench.document import Notes, Part, Table
 from bench.reports.figures.every_figure import make_drawings
 from bench.reports.figures.style import Drawing, LeftOut, draw_each, draw_image
-from bench.reports.paper_tables import make_document
+from bench.reports.paper_tables import make_file
 
 WARNING = re.compile(r"[A-Z][A-Z ]+(\([^)]*\))?:")    # begins such a note, perhaps with a reason
 
@@ -39,7 +39,7 @@ def write_page(found: FolderContents,
                               lstrip_blocks=True, undefined=StrictUndefined)
     environment.tests |= {"table": lambda part: isinstance(part, Table),
                           "notes": lambda part: isinstance(part, Notes)}
-    parts = make_document(found)
+    parts = make_file(found)
     runs: list[Measurements] = [run for results in found.results
                                 for run in results.shown_runs()]
     runs += found.measurements

@@ -28,10 +28,12 @@ def make_document(found: FolderContents) -> list[Part]:
     """Make both of the paper's tables for every preset, the microbenchmarks, and notes."""
     parts = [part for results in found.results for part in preset_parts(results)]
     joined = import_module("bench.reports.emulation.at_rates").join_rates(found.rows)
-    parts += micro_tables.make_parts([*found.measurements, *joined])
-    if found.problems:
-        parts.append(Notes("Left out:", found.problems))
-    return parts
+    return parts + micro_tables.make_parts([*found.measurements, *joined])
+
+
+def make_file(found: FolderContents) -> list[Part]:
+    """Make the document for a file, which also says what was left out."""
+    return make_document(found) + [Notes("Left out:", found.problems)] * bool(found.problems)
 
 
 def preset_parts(results: Results) -> list[Part]:

@@ -39,10 +39,6 @@ ORDER = ("reproduce", "run", "report", "compare", "merge", "validate", "measure"
          # kinds of measure, and of draw
          "gemm", "collectives", "matmul", "layer", "experts", "pipeline", "checkpoint", "step",
          "meshes", "gpu", "start", "cube", "schedule")
-# Former names, with the present ones.
-RENAMED = {"table": "report", "plot": "report --figures", "check": "predict --matmul or --layer",
-           "scalapack": "measure matmul --beside scalapack", "gpusuite": "doctor --gpu whole",
-           "dump": "judge"}
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from bench.command_line import measuring, options, pipeline_options
 from bench.errors import UsageError, as_usage_error
 from bench.instruments import host
 from bench.prediction import machine_model
-from bench.document import Notes
 from bench.records.journal import check_folder
 from bench.records.run_file import report_left_out
 from bench.reports.figures import style
@@ -159,10 +158,7 @@ def _measured(arguments: argparse.Namespace) -> int:
                    f"leave it out: what --results {arguments.results} has is no row of the "
                    f"paper's tables, and has no figures")
     found, problems = beside_measured.read_measured_folder(arguments.results)
-    parts = compare_predictions(machine_model.load_machine(arguments.machine), found)
-    if problems:
-        parts.append(Notes("Left out:", problems))
-    arguments.show(parts)
+    arguments.show(compare_predictions(machine_model.load_machine(arguments.machine), found))
     return report_left_out(problems)
 
 

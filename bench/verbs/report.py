@@ -54,6 +54,8 @@ def run(arguments: argparse.Namespace) -> int:
             raise UsageError(f"--out {page_file}: a file in a folder that is there would do")
     formats, told = arguments.figure_format or ["png"], list[Exception]()
     if draws and path.suffix == ".json" and not path.is_dir() and not arguments.page:
+        if arguments.talk:
+            raise UsageError(f"--talk is for results: leave it out, {path} is a trace")
         return report_drawn(*every_figure.draw_trace(path, formats, arguments.figures))
     found = read_folder(path)
     statuses = [report_left_out(found.problems)]

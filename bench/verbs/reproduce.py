@@ -317,15 +317,16 @@ def report_end(log: Journal, reproduction: Reproduction, progress: RowProgress,
     print_lines(f"{len(progress.failures)} of {progress.total} rows failed:", progress.failures)
     print_lines(f"{len(progress.left_out)} of {progress.total} rows left out for lack of memory:",
                 progress.left_out)
+    status = int(lacking > 0)
     goes_on = reproduction.settings.get(resume.ROUND, ROUNDS) < ROUNDS and outcome == "complete"
     if progress.measured and not goes_on:
-        write_tables_and_figures(log.folder, not stopped, arguments.show)
+        status |= write_tables_and_figures(log.folder, not stopped, arguments.show)
     if stopped or lacking:
         print_rest(log.folder, progress, stopped, arguments.words)
     elif missing:
         say(f"\nstill to measure of what was begun at {reproduction.begun[:19]} UTC: "
             f"{notes.counted(len(missing), 'row')}, with which the command that began it goes on")
-    return stopped.status if stopped else int(lacking > 0)
+    return stopped.status if stopped else status
 
 
 def print_lines(heading: str, lines: list[str]) -> None:

@@ -690,6 +690,10 @@ def test_collect_merges_and_names_what_is_missing(tmp_path, capsys, monkeypatch)
     runs, _ = merged.runs_in_file(out / "jobs" / "all.h5")
     assert sorted(run.configuration["table"] for run in runs) == ["strong", "weak"]
     assert not list((out / "jobs").glob(".all-*")) and drawn == [out] * 4    # figures and page
+    (out / "cut.h5").write_bytes(b"no more")
+    assert main(verb) == 1
+    assert capsys.readouterr().err.startswith(f"left out: {out}/cut.h5 is truncated")
+    (out / "cut.h5").unlink()
     monkeypatch.setattr(merged, "merge_files", lambda *given, **more: (1, ["x.h5 is damaged"]))
     assert main(verb) == 1
     said = capsys.readouterr()

@@ -17,7 +17,7 @@ from bench.cluster.spec import Cluster, rate_text
 from bench.document import Column, Notes, Part, make_table, spread
 from bench.records.kinds import named
 from bench.records.measurements import Measurements
-from bench.records.notes import MODELLED
+from bench.records.notes import MODELLED, counted
 from mm3d.grid.shape import GridShape
 from mm3d.schemes import find_scheme, registry
 
@@ -212,10 +212,9 @@ def tables(records: Sequence[Measurements]) -> list[Part]:
 def heading(record: Measurements) -> str:
     """Return the heading of a sweep: its table, its layers and its emulated cluster."""
     cluster = Cluster.parse(str(record.environment["emulated_cluster"]))
-    layers = int(record.configuration["layers"])
-    return (f"{HEADINGS[str(record.configuration['table'])]}, {layers} layer"
-            f"{'s' * (layers != 1)}: emulated cluster, {cluster.nodes} nodes x {cluster.ranks} "
-            f"ranks, links of several rates; {MODELLED}")
+    return (f"{HEADINGS[str(record.configuration['table'])]}, "
+            f"{counted(int(record.configuration['layers']), 'layer')}: emulated cluster, "
+            f"{cluster.nodes} nodes x {cluster.ranks} ranks, links of several rates; {MODELLED}")
 
 
 def with_overlap(curves: Sequence[SweptCurve]) -> Iterator[tuple[SweptCurve, SweptCurve]]:
@@ -294,7 +293,7 @@ def _notes(records: Sequence[Measurements]) -> list[str]:
     env, count = records[-1].environment, len(records[-1].scales["repetition"])
     overlap = any(SweptPlan.parse(label).overlap for one in records
                   for label in one.scales["plan"])
-    how = (f"{count} repetition{'s' * (count != 1)} of each, a step each, in rounds with random "
+    how = (f"{counted(count, 'repetition')} of each, a step each, in rounds with random "
            f"order; forward and backward by their makespans.")
     if rows := records[-1].configuration.get("rows"):
         how = (f"{rows} rows, measured one after the other, {count} repetitions at most; forward "

@@ -1,5 +1,6 @@
 """``bench checkpoint`` verifies, measures in turns, and writes a record that can be checked."""
 import errno
+import fcntl
 import os
 import zlib
 
@@ -84,12 +85,15 @@ def test_a_save_has_nothing_to_remove_and_the_disk_nothing_to_compress(tmp_path)
 
 
 def test_files_of_others_are_neither_read_nor_removed(tmp_path):
-    """A killed run has left a checkpoint of a later step, where the next run measures."""
-    left = tmp_path / "checkpoint-files" / "saved" / "step-00000099"
-    left.mkdir(parents=True)
+    """But for those of a killed run; one whose lock is held measures there, too."""
+    for name in ("killed", "running"):
+        (tmp_path / f"checkpoint-files-{name}" / "saved" / "step-00000099").mkdir(parents=True)
+        lock = open(tmp_path / f"checkpoint-files-{name}" / "lock", "wb")
+        fcntl.flock(lock, fcntl.LOCK_EX)    # that of "killed" is closed at the next
     found = measure(MPI.COMM_SELF, tmp_path)
     assert found.variables["samples"].values.shape == (4, 1)
-    assert left.is_dir() and os.listdir(tmp_path) == ["checkpoint-files"]
+    assert os.listdir(tmp_path) == ["checkpoint-files-running"]
+    lock.close()
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="--disk .*file"):
         measure(MPI.COMM_SELF, tmp_path / "file")

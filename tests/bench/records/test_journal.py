@@ -74,7 +74,7 @@ def reproduce_here(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv(journal.VARIABLE, "")    # is set, and unset after the test
     monkeypatch.setenv("MPI_LOCALNRANKS", "1")
     monkeypatch.setattr(reproduce_verb, "measure_cases", measure)
-    monkeypatch.setattr(reproduce_verb, "write_tables_and_figures", lambda *_, **__: None)
+    monkeypatch.setattr(reproduce_verb, "write_tables_and_figures", lambda *_, **__: 0)
     return reproduce
 
 

@@ -80,15 +80,19 @@ def test_rows_that_were_not_slowed_for_software_are_said_to_be(tmp_path, capsys)
 
 
 def test_the_preset_that_was_measured_last_is_shown(tmp_path, monkeypatch, capsys):
-    """And a file that cannot be read is named once."""
+    """And a file that cannot be read is named once: printed, in the tables and on the page."""
     draw_only(monkeypatch, "roofline")
     row = select_rows("weak", "3d")[0]
     for preset, year in (("tiny", 2031), ("laptop", 2030)):
         run_file.write_run(made_up(row, preset=preset, created=f"{year}-01-01T00:00:00+00:00"),
                            tmp_path, preset)
     (tmp_path / "broken.h5").write_bytes(b"nothing")
-    finish.write_tables_and_figures(tmp_path)
-    text = capsys.readouterr().out
+    assert finish.write_tables_and_figures(tmp_path) == 1
+    text, error = capsys.readouterr()
+    assert error.startswith(f"left out: {tmp_path}/broken.h5 ") and error.count("\n") == 1
+    for name in ("tables.txt", "report.html"):
+        written = (tmp_path / name).read_text()
+        assert written.count("Left out:") == written.count("broken.h5") == 1
     assert "preset tiny" in text and "preset laptop" not in text and "strong" not in text
-    assert "speed-up" not in text and "Left out:\n" in text and text.count("broken.h5") == 1
+    assert "speed-up" not in text and "broken.h5" not in text
     assert ends(text)[0].startswith("- Every rank had a core of its own.")
