@@ -8,7 +8,7 @@ from typing import Any, Callable, Hashable, Mapping, Sequence, TypeVar
 import numpy as np
 from mpi4py import MPI
 
-from bench.agreement import make_on_rank_0
+from bench.agreement import broadcast_from_rank_0, make_on_rank_0
 from bench.instruments import host, timing
 from bench.instruments.clock import Clock, time_on_all_ranks
 from bench.records.measurements import Setting, Variable
@@ -29,8 +29,8 @@ def measured_environment(backend: str, comm) -> dict[str, Setting]:
     clock = comm.allreduce(Clock.resolution(), MPI.MAX)
     error = comm.allreduce(Clock(comm).offset_error, MPI.MAX)
     nodes = " ".join(map(str, number_nodes(comm)))
-    return host.describe_host(backend, comm.size, MPI.Get_library_version(),
-                              host.command_line(sys.argv[1:])) | {
+    return broadcast_from_rank_0(lambda: host.describe_host(
+        backend, comm.size, MPI.Get_library_version(), host.command_line(sys.argv[1:])), comm) | {
         "node_of_rank": nodes, "clock_resolution_s": clock, "clock_offset_error_s": error}
 
 

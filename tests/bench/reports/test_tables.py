@@ -284,8 +284,7 @@ def test_the_latest_run_is_shown_and_bad_files_are_named(tmp_path):
     assert found.results[0].get(row).samples["forward"].max(axis=1)[1] == pytest.approx(0.5)
     assert found.results[0].earlier == 2
     assert len(problems) == 1 and "broken.h5" in problems[0]
-    text = " ".join(format_tables(tmp_path).split())
-    assert "2 earlier runs" in text and "broken.h5" in text
+    assert "2 earlier runs" in " ".join(format_tables(tmp_path).split())
 
 
 def test_words_that_differ_from_the_closed_form_are_said(tmp_path):
