@@ -52,7 +52,8 @@ def run(arguments: argparse.Namespace) -> int:
         page_file = Path(arguments.out)
         if page_file.is_dir() or not page_file.parent.is_dir():
             raise UsageError(f"--out {page_file}: a file in a folder that is there would do")
-    formats, told = arguments.figure_format or ["png"], list[Exception]()
+    formats: list[str] = arguments.figure_format or ["png"]
+    told: list[Exception] = []
     if draws and path.suffix == ".json" and not path.is_dir() and not arguments.page:
         if arguments.talk:
             raise UsageError(f"--talk is for results: leave it out, {path} is a trace")
