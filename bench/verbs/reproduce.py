@@ -289,7 +289,7 @@ def predict_rows(arguments: argparse.Namespace, cases: list[Case]) -> None:
 def report_end(log: Journal, reproduction: Reproduction, progress: RowProgress,
                stopped: Stopped | None, spare: Mapping[str, str],
                arguments: argparse.Namespace) -> int:
-    """Record and print how a reproduction ended, and show its results.
+    """Record and print how a reproduction ended, and show its results; return the exit status.
 
     Parameters
     ----------
@@ -301,11 +301,6 @@ def report_end(log: Journal, reproduction: Reproduction, progress: RowProgress,
         The signal that ended it early, if any.
     spare : dict of str to str
         Titles and names of the rows that may be left out for lack of memory.
-
-    Returns
-    -------
-    int
-        The exit status.
     """
     spared = {name for title, name in spare.items()
               if any(line.startswith(f"left out: {title}:") for line in progress.left_out)}
