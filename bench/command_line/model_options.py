@@ -22,7 +22,7 @@ def add_named(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="NAME", help=(
         "sizes, architecture and experts of a published model, such as llama-3-70b, or of a file, "
         "a .toml or a config.json of Hugging Face; --layers and --seq are then other numbers of "
-        "its layers, and of tokens in a sequence, and --experts are for a model without"))
+        "its layers, and of tokens in a sequence"))
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:

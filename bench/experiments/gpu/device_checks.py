@@ -4,6 +4,7 @@ Products and kernels are compared with float64; a model, whose results combine t
 many operations, with NumPy's that rounds in the same places (`bench.checks.rounding`).
 """
 
+from dataclasses import replace
 from typing import Any, Callable
 
 import numpy as np
@@ -22,6 +23,7 @@ from bench.records.measurements import Check
 from mm3d.arrays import backend as backends
 from mm3d.arrays.backend import Array, Backend
 from mm3d.arrays.products import matmul
+from mm3d.config import Model
 
 SIZES = dict(layers=1, hidden=96, heads=6, batch=3, seq=32)
 KERNEL_TOLERANCE = 16    # relative error of a result, in units of the last place
@@ -84,7 +86,8 @@ def run_model_step(library: str | Backend, dtype: str) -> dict[str, np.ndarray]:
     return {name: scheme.grid.backend.to_host(a).astype(float) for name, a in arrays.items()}
 
 
-def check_model(mode: Mode, run_step: RunStep = run_model_step) -> Check:
+def check_model(mode: Mode, run_step: RunStep = run_model_step,
+                what: str = "a layer") -> Check:
     """Compute the worst relative error of `run_step` in `mode`, with its tolerance.
 
     The reference is in float64 for float64 and float32, else in NumPy rounded as `mode` rounds.
@@ -95,19 +98,24 @@ def check_model(mode: Mode, run_step: RunStep = run_model_step) -> Check:
     with mode:
         found = run_step(mode.backend, mode.dtype)
     error = float(np.max([_relative(a, expected[name]) for name, a in found.items()]))
-    what = "a GPT" if run_step is run_gpt_step else "a layer"
     return Check(f"{what} of hidden {SIZES['hidden']} {mode}", error,
                  against_serial.tolerances(str(mode), SIZES["layers"])[1])
 
 
-def check_layer(mode: Mode, run_step: RunStep = run_model_step) -> list[Check]:
-    """Compare a layer of `SIZES` with NumPy's; WrongResult if it differs."""
-    return require_passed([check_model(mode, run_step)])
+def check_layer(mode: Mode, run_step: RunStep = run_model_step,
+                what: str = "a layer") -> list[Check]:
+    """Compare a step of `SIZES` with NumPy's; WrongResult if it differs."""
+    return require_passed([check_model(mode, run_step, what)])
 
 
-def run_gpt_step(library: str | Backend, dtype: str) -> dict[str, np.ndarray]:
-    """Compute loss and gradients of a GPT of `SIZES`; return them by name."""
-    model = make_gpt(library, dtype, {**SIZES, "vocab": 5 * SIZES["heads"]})
+def run_gpt_step(library: str | Backend, dtype: str, like: Model) -> dict[str, np.ndarray]:
+    """Compute loss and gradients of a GPT of `SIZES`, built `like` another; return them by name.
+    """
+    how = like.architecture
+    small = replace(how, head=None, kv_heads=how.kv_heads and 2, inner=how.inner and 160,
+                    window=how.window and SIZES["seq"] // 4)
+    model = make_gpt(library, dtype, {**SIZES, "vocab": 5 * SIZES["heads"], "tied": like.tied,
+                                      "architecture": small})
     loss = model.step(*draw_batch(model.config.model))
     return {"loss": np.array([loss])} | {
         name: model.mesh.scheme.grid.backend.to_host(a).astype(float)
@@ -127,6 +135,12 @@ def check_losses(mode: Mode, ours: GptStep, theirs: TorchGptStep) -> list[Check]
         Check(f"loss {number} of {mode} beside PyTorch's", abs(float(a - b)),
               float(max(eps * abs(b), change / 10)))
         for number, ((a, b), change) in enumerate(zip(losses, changed))])
+
+
+def check_loss(mode: Mode, step: GptStep) -> list[Check]:
+    """Take a step; WrongResult unless its loss, after those before, is a finite number."""
+    return require_passed([Check(f"a loss of {mode} that is not finite",
+                                 float(not np.isfinite(step())), 0.0)])
 
 
 def check_beside_torch(mode: Mode, what: str, results: dict[str, Array],

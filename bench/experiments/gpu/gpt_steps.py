@@ -21,8 +21,11 @@ from mm3d.model.initial_values import gpt2_values
 FEW = 3    # steps whose losses are compared: the second and the third depend on AdamW
 
 
-def make_gpt(library: Any, dtype: str, sizes: dict[str, int], **options: Any) -> mm3d.GPT:
-    """Make a GPT on this rank alone; in 16 bits it has masters in float32."""
+def make_gpt(library: Any, dtype: str, sizes: dict[str, Any], **options: Any) -> mm3d.GPT:
+    """Make a GPT on this rank alone; in 16 bits it has masters in float32.
+
+    `sizes` are fields of `mm3d.config.Model`.
+    """
     narrow = dtype.endswith("16")
     return mm3d.GPT(mm3d.Mesh(MPI.COMM_SELF, scheme="serial", backend=library), **sizes,
                     dtype=dtype, master="float32" if narrow else None, **options)
@@ -39,11 +42,11 @@ class GptStep:
 
     Parameters
     ----------
-    sizes : dict of str to int
+    sizes : dict of str to Any
         See `bench.experiments.gpu.gpu_cases.Scale.gpt`.
     """
 
-    def __init__(self, mode: Mode, sizes: dict[str, int], seed: int) -> None:
+    def __init__(self, mode: Mode, sizes: dict[str, Any], seed: int) -> None:
         self.library = mode.backend
         self.model = make_gpt(mode.backend, mode.dtype, sizes, seed=seed, drawn=False)
         values = gpt2_values(sizes["layers"])
@@ -64,6 +67,13 @@ class GptStep:
         loss = self.model.step(*self.batch)
         self.optimizer.step()
         return loss
+
+    def peak(self) -> int:
+        """Take two steps; return the most bytes of arrays at a time in the second."""
+        self()
+        self.library.reset_peak()
+        self()
+        return self.library.memory()["peak"]
 
     def check(self) -> dict[str, Array]:
         """Return the gradients of a step that changes nothing, by the names that checks use."""

@@ -3,11 +3,12 @@
 import math
 import time
 from dataclasses import dataclass, field
-from typing import Any, Callable
+from typing import Any, Callable, Sequence
 
 import numpy as np
 
 import mm3d
+from bench.errors import UsageError
 from bench.experiments.products import operands
 from bench.experiments.torch.models import Layer
 from mm3d.arrays.backend import Array, Backend
@@ -34,8 +35,8 @@ class Scale:
         Sequences of the layers, and tokens in each.
     preset : str
         The preset of the rows of the tables.
-    gpt : dict of str to int
-        The sizes of the GPT that is trained: fields of `mm3d.config.Model`.
+    gpt : dict of str to Any
+        The GPT that is trained: fields of `mm3d.config.Model`.
     """
 
     gemm: list[int]
@@ -43,7 +44,7 @@ class Scale:
     hidden: list[int]
     tokens: tuple[int, int]
     preset: str
-    gpt: dict[str, int]
+    gpt: dict[str, Any]
 
 
 SCALES = {
@@ -73,12 +74,20 @@ class Mode:
         self.backend.tf32 = self.before.pop()
 
 
-def list_modes(backend: Backend) -> list[Mode]:
-    """List the dtypes of the backend, float32 first; on a GPU also TensorFloat-32."""
+def list_modes(backend: Backend, names: Sequence[str] = ()) -> list[Mode]:
+    """List the dtypes of the backend, float32 first; on a GPU also TensorFloat-32.
+
+    Only those of some `names`, if there are any; UsageError for one that it does not have.
+    """
     found = [Mode(backend, "float32")]
     if not backend.host_buffers:
         found.append(Mode(backend, "float32", tf32=True))
-    return found + [Mode(backend, name) for name in ("float16", *map(str, backend.more_dtypes))]
+    found += [Mode(backend, name) for name in ("float16", *map(str, backend.more_dtypes))]
+    known = [*map(str, found)]
+    for name in names:
+        if name not in known:
+            raise UsageError(f"--mode {name}: {', '.join(known)} would do here")
+    return [one for one in found if not names or str(one) in names]
 
 
 def elementwise_calls(backend: Backend, a: Array, b: Array,

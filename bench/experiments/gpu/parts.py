@@ -3,20 +3,20 @@
 Each of these five parts is a record of its own: products beside bare calls of the library,
 elementwise kernels beside a copy, one Transformer layer beside PyTorch's, a whole step of training
 a GPT beside PyTorch's, and one layer of every row of both tables with the blocks of rank 0,
-without communication.  All are compared with NumPy
-first, layers at a small size, and at the size that is timed with PyTorch's.  Seconds are measured
+without communication.  All are compared with NumPy first, layers at a small size, and at the size
+that is timed with PyTorch's.  Seconds are measured
 by the device, between two marks in its stream; they include its waits for the host, which take
 longer than a small product.
 """
 
 import gc
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, Callable, Sequence
 
 import numpy as np
 from mpi4py import MPI
 
-from bench.records.kinds import medians
 import mm3d
 from bench.cases.case import make_case
 from bench.cases.paper import load_tables
@@ -28,13 +28,37 @@ from bench.experiments.gpu.gpu_cases import LayerStep, TorchLayerStep
 from bench.instruments.sampling import (measured_environment, pad_samples, take_samples,
                                         take_samples_in_turns)
 from bench.instruments.timing import Limits
+from bench.records.kinds import medians
 from bench.records.measurements import Check, Measurements, Variable
 from mm3d.arrays import backend as backends
 from mm3d.arrays.backend import Backend
 from mm3d.arrays.products import matmul
+from mm3d.config import Model
+from mm3d.model.architecture import PLAIN
 from mm3d.transport.communicators import DryCommunicator
 
 Step = Callable[[], object]
+STEP_MODES = "float32", "bfloat16"    # of a whole step
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The GPT of the part ``step``.
+
+    Attributes
+    ----------
+    gpt : dict of str to Any
+        Fields of its `mm3d.config.Model`.
+    predict : callable, optional
+        Predicts, for a model and a dtype, seconds of a step by the kernels that take it, and the
+        most bytes of arrays at a time; it is called before any step is taken.
+    predicted_by : str
+        The machine of these predictions.
+    """
+
+    gpt: dict[str, Any]
+    predict: Callable[[Model, str], tuple[dict[str, float], int]] | None = None
+    predicted_by: str = ""
 
 
 class GpuBenchmark:
@@ -48,22 +72,28 @@ class GpuBenchmark:
         Full size, or a rehearsal; see `bench.experiments.gpu.gpu_cases.SCALES`.
     graph : bool
         Whether to measure the layer also as a CUDA graph.
+    modes : sequence of str, optional
+        The modes that are measured; by default all of the backend.
+    trained : Trained, optional
+        The GPT of the part ``step``; by default that of the scale, and nothing is predicted.
 
     Raises
     ------
     ValueError
         When there is no such array library here.
     UsageError
-        When the library cannot record a step as a graph.
+        When the library cannot record a step as a graph, or has no such mode.
     """
 
     def __init__(self, backend: str | Backend | None = "cupy", scale: str = "paper",
                  graph: bool = False, limits: Limits = Limits(10, 30, 5.0),
-                 seed: int = 0) -> None:
+                 seed: int = 0, modes: Sequence[str] = (),
+                 trained: Trained | None = None) -> None:
         self.backend, self.seed = backends.get(backend), seed
         self.limits, self.scale = limits, gpu_cases.SCALES[scale]
+        self.trained = trained or Trained(self.scale.gpt)
         self.settings = {"scale": scale, "seed": seed, **asdict(limits)}
-        self.modes = gpu_cases.list_modes(self.backend)
+        self.modes = gpu_cases.list_modes(self.backend, modes)
         self.libraries = ["mm3d", "PyTorch"]
         if graph:
             problem = device_checks.graph_problem(self.backend)    # now rather than after an hour
@@ -184,14 +214,20 @@ class GpuBenchmark:
     def measure_step(self) -> Measurements:
         """Measure a whole step of training a GPT, by mm3d and by PyTorch, in turns.
 
-        PyTorch's seconds are NaN where it is not installed.
+        PyTorch's seconds are NaN where it is not installed, or the layers are not those of 2019.
+        The bytes are the most that mm3d's arrays have at a time.
         """
-        found, checks, sizes = [], [], self.scale.gpt
-        torch = gpu_cases.find_torch(self.backend)
-        modes = [mode for mode in self.modes if str(mode) in ("float32", "bfloat16")]
+        found, checks, peaks, sizes = [], [], [], self.trained.gpt
+        model = Model(**sizes)
+        plain = model.architecture == PLAIN
+        torch = gpu_cases.find_torch(self.backend) if plain else None
+        modes = [mode for mode in self.modes if str(mode) in STEP_MODES]
+        predict = self.trained.predict
+        foretold = [predict(model, str(mode)) for mode in modes] if predict else []
         for mode in modes:
             with mode:
-                checks += device_checks.check_layer(mode, device_checks.run_gpt_step)
+                checks += device_checks.check_layer(
+                    mode, partial(device_checks.run_gpt_step, like=model), "a GPT")
                 step, theirs = GptStep(mode, sizes, self.seed), None
                 if torch:
                     theirs = TorchGptStep(*torch, step, mode)
@@ -199,12 +235,24 @@ class GpuBenchmark:
                         mode, "a GPT", step.check(), theirs.check(), sizes["layers"])
                     checks += device_checks.check_losses(mode, step, theirs)
                 found += self.sample_sides(step, theirs)
+                checks += device_checks.check_loss(mode, step)
+                peaks.append(step.peak())
                 del step, theirs
                 self.release_memory()
-        tokens = float(sizes["batch"] * sizes["seq"])
         scales = {"mode": [str(mode) for mode in modes], "library": ["mm3d", "PyTorch"]}
-        return self.make_record("gpu-step", scales, found, checks,
-                                ("token_rate", "s-1", [tokens] * len(found)))
+        record = self.make_record("gpu-step", scales, found, checks, (
+            "token_rate", "s-1", [float(model.batch * model.seq)] * len(found)))
+        raw = record.raw | {"peak": Variable(np.array(peaks, float), "byte", ("mode",))}
+        if foretold:
+            scales["kernels"] = [*foretold[0][0]]
+            seconds = np.array([[*seconds.values()] for seconds, _ in foretold])
+            raw |= {"predicted": Variable(seconds, "s", ("mode", "kernels")),
+                    "predicted_peak": Variable(np.array([float(peak) for _, peak in foretold]),
+                                               "byte", ("mode",))}
+        sized = {name: value for name, value in model.settings().items()
+                 if name not in ("dtype", "seed")} | {"predicted_by": self.trained.predicted_by}
+        return replace(record, scales=record.scales | scales, raw=raw,
+                       configuration=record.configuration | sized)
 
     def measure_rows(self) -> Measurements:
         """Measure a layer of each row of both tables on rank 0's blocks, without communication."""

@@ -1,7 +1,7 @@
 """Describe the kinds of records, a file each: schema, derived variables, and tables.
 
-``NAME.py`` in this folder is the kind NAME ("gpu" stands for all that begin so) and needs to be
-named nowhere else. All of these may be in it:
+``NAME.py`` in this folder is the kind NAME ("gpu" stands for all that begin so and have no file)
+and needs to be named nowhere else. All of these may be in it:
 
 - ``derive(record)`` returns the variables that follow from the raw ones: numbers and units by
   name, whose dimensions the schema states;
@@ -92,7 +92,9 @@ def schemas_of(kind: str) -> dict[str, dict[str, Any]]:
 
 def module_of(kind: str) -> ModuleType | None:
     """Return the file of a kind; None without one."""
-    name = "gpu" if kind.startswith("gpu-") else kind.replace("-", "_")
+    name = kind.replace("-", "_")
+    if name not in NAMES and kind.startswith("gpu-"):
+        name = "gpu"
     return importlib.import_module(f"{__name__}.{name}") if name in NAMES else None
 
 

@@ -16,10 +16,6 @@ SCHEMAS = {
         "positive": "rate samples seconds",
         "variables": {"rate": "mode hidden library", "samples": "mode hidden library repetition"},
         "derived": {"seconds": "mode hidden library bound"}},
-    "gpu-step": {
-        "positive": "token_rate samples seconds",
-        "variables": {"samples": "mode library repetition", "token_rate": "mode library"},
-        "derived": {"seconds": "mode library bound"}},
     "gpu-rows": {
         "positive": "samples seconds",
         "variables": {"samples": "row repetition"},

@@ -3,14 +3,21 @@
 import argparse
 from functools import partial
 
-from bench.command_line import measuring, options
+from bench.command_line import measuring, model_options, options
 from bench.command_line.publish import measure
 from bench.errors import UsageError
-from bench.experiments.gpu.parts import GpuBenchmark, PARTS, measure_part
+from bench.experiments.gpu.gpu_cases import SCALES
+from bench.experiments.gpu.parts import GpuBenchmark, PARTS, Trained, measure_part
+from bench.prediction.gpu_step import predict_gpu_step
+from bench.prediction.machine_model import load_machine
+from bench.prediction.model_file import load_model
 from bench.records.journal import claim_folder
 from bench.reports.micro_tables import showing
 
 ON_ALL_RANKS = True
+OF_MODEL = "layers", "seq", "batch"    # options of --model
+OF_STEP = "model", "machine"
+BATCH = 8    # sequences of a step of a model, by default
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -20,20 +27,57 @@ def add_options(parser: argparse.ArgumentParser) -> None:
                         metavar="NAMES",
                         help=f"measure these parts, separated by commas: {', '.join(PARTS)} "
                              f"(default: all)")
+    parser.add_argument("--mode", type=lambda text: text.split(","), default=[], metavar="NAMES",
+                        help="measure in these modes alone, of float32, tf32, float16 and "
+                             "bfloat16; a step in float32 and bfloat16 (default: all)")
     parser.add_argument("--graph", action="store_true", help=(
         "measure the layer also as a CUDA graph, whose kernels are launched at once"))
+    model_options.add_named(parser)
+    said = "that of --model"
+    options.add_sizes(parser, layers=said, seq=said, batch=f"{BATCH} with --model")
+    parser.add_argument("--machine", metavar="NAME", help=(
+        "predict the step before it is taken, on a GPU of this machine, such as dgx-h100: seconds "
+        "by this library's kernels and by fused ones, and memory (default: predict nothing)"))
     parser.add_argument("--scale", default="paper", choices=("paper", "tiny"),
                         help="sizes: those of the paper, or tiny for a rehearsal (default paper)")
 
 
 def run(arguments: argparse.Namespace, comm) -> int:
     """Measure and write the chosen parts on one rank; return the exit status."""
-    if arguments.graph and "layer" not in arguments.part:
-        raise UsageError(f"--graph would do nothing here: it is of --part layer, and not of "
-                         f"{','.join(arguments.part)}")
+    for part, names in {"layer": ["graph"], "step": OF_STEP}.items():
+        if part not in arguments.part:
+            options.refuse(arguments, names, f"it is of --part {part}, and would do nothing for "
+                                             f"{','.join(arguments.part)}")
     backend = measuring.one_rank_backend("measure gpu", arguments.backend or "cupy", comm)
     limits = measuring.limits_of(arguments)
-    benchmark = GpuBenchmark(backend, arguments.scale, arguments.graph, limits, arguments.seed)
+    benchmark = GpuBenchmark(backend, arguments.scale, arguments.graph, limits, arguments.seed,
+                             arguments.mode, _trained(arguments))
     out = claim_folder(arguments.out, comm)
     return max([measure(f"gpu-{part}", partial(measure_part, benchmark, part), out, comm,
                         showing(arguments.show)) for part in arguments.part])
+
+
+def _trained(arguments: argparse.Namespace) -> Trained:
+    """Return the GPT of the part ``step``, and how its step is predicted.
+
+    Raises
+    ------
+    UsageError
+        When there is no such model or machine, the model has experts, or sizes are given without
+        a model.
+    """
+    gpt, machine = SCALES[arguments.scale].gpt, arguments.machine
+    if arguments.model is None:
+        options.refuse(arguments, OF_MODEL, "give --model too, such as --model gpt2")
+    else:
+        found = load_model(arguments.model, layers=arguments.layers, seq=arguments.seq)
+        if found.experts is not None:
+            raise UsageError(f"--model {arguments.model} has experts, which are not trained here: "
+                             f"gpt2-xl or llama-3-8b would do")
+        gpt = {name: getattr(found, name) for name in (
+            "layers", "hidden", "heads", "seq", "vocab", "tied", "architecture")}
+        gpt["batch"] = arguments.batch or BATCH
+    if machine is None:
+        return Trained(gpt)
+    return Trained(gpt, lambda model, dtype: predict_gpu_step(model, dtype, machine),
+                   load_machine(machine).name)

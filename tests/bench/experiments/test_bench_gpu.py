@@ -72,6 +72,69 @@ def test_every_part_is_measured_and_written(tmp_path, monkeypatch, capsys, reque
     assert not getattr(backend.get(library), "tf32", False)
 
 
+LLAMA = """
+name = "small"
+layers = 2
+hidden = 24
+heads = 6
+vocab = 31
+seq = 12
+tied = false
+[architecture]
+norm = "rms"
+positions = "rotary"
+kv_heads = 3
+perceptron = "swiglu"
+inner = 40
+biases = "none"
+"""
+
+
+def test_a_step_of_a_model_stands_beside_its_prediction(tmp_path, monkeypatch, capsys):
+    """In the file, with its sizes; PyTorch has no such layers."""
+    (tmp_path / "small.toml").write_text(LLAMA)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    chosen = arguments(tmp_path, "numpy", "--part", "step", "--mode", "float32", "--batch", "3",
+                       "--model", str(tmp_path / "small.toml"), "--machine", "dgx-h100")
+    asked = []
+    monkeypatch.setattr(gpu, "predict_gpu_step", lambda model, *named: asked.append(
+        (model, *named)) or ({"own": 2.0, "fused": 1.0}, 2 ** 30))
+    assert gpu.run(chosen, MPI.COMM_SELF) == 0
+    (model, *named), = asked
+    assert named == ["float32", "dgx-h100"] and model.architecture.kv_heads == 3
+    record, = records(tmp_path).values()
+    assert record.scales["mode"] == ["float32"] and record.scales["kernels"] == ["own", "fused"]
+    assert record.configuration["batch"] == 3 and record.configuration["vocab"] == 31
+    assert record.configuration["architecture_norm"] == "rms"
+    assert record.values("predicted").tolist() == [[2, 1]]
+    parameters = 2 * 31 * 24 + 24 + 2 * (2 * 24 + 4 * 24 * 24 + 3 * 24 * 40)
+    assert record.values("peak") > 4 * 4 * parameters    # and AdamW's moments
+    assert [check_file(path)[0] for path in tmp_path.glob("*.h5")] == [[]]
+    row, = [line for line in capsys.readouterr().out.splitlines() if " 1.00 " in line]
+    assert row.split()[:9] == ["2", "x", "24,", "31", "tokens,", "3", "x", "12", "float32"]
+
+
+def test_memory_of_a_step_is_that_of_its_dry_run(tmp_path, monkeypatch):
+    """To a number, on NumPy."""
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert gpu.run(arguments(tmp_path, "numpy", "--part", "step", "--mode", "float32",
+                             "--machine", "dgx-h100"), MPI.COMM_SELF) == 0
+    record, = records(tmp_path).values()
+    assert abs(record.values("peak") - record.values("predicted_peak")) <= 8
+
+
+@pytest.mark.parametrize("more, said", [
+    (["--layers", "4"], "--layers 4: give --model too"),
+    (["--model", "mixtral-8x7b"], "--model mixtral-8x7b has experts"),
+    (["--mode", "tf32"], "--mode tf32: float32, float16"),
+    (["--machine", "dgx-h1000"], "dgx-h1000"),
+    (["--part", "gemm", "--model", "gpt2"], "--model gpt2: it is of --part step"),
+    (["--part", "step", "--graph"], "--graph: it is of --part layer")])
+def test_options_that_would_do_nothing(tmp_path, more, said):
+    with pytest.raises(UsageError, match=said):
+        gpu.run(arguments(tmp_path, "numpy", *more), MPI.COMM_SELF)
+
+
 def test_a_case_leaves_no_idle_memory(monkeypatch, no_backends):
     """PyTorch's pool kept what an H100 had for the next layer."""
     benchmark, released = GpuBenchmark("numpy", "tiny", limits=Limits(1, 1, 1.0)), []

@@ -126,7 +126,7 @@ WRONG = [("mesure", "did you mean measure?"), ("measure gem", "did you mean gemm
          ("measure meshes combined:dense-16-1,combined:dense-8-1",
           "is for 1 rank: mpirun -n 8 or 16 would do"),
          ("predict --matmul 8 --zero 1", "--zero would do nothing here"),
-         ("measure gpu --part gemm --graph", "--graph would do nothing here: it is of --part"),
+         ("measure gpu --part gemm --graph", "--graph: it is of --part layer, and would do"),
          ("plan --rules --expert-top 3", "--expert-top 3: the rules of --rules overview say it"),
          ("doctor --gpu whole --out /tmp --variable A=b", "--variable would do nothing here"),
          ("report . --talk", "--talk would do nothing here: give --figures too"),
