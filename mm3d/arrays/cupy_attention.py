@@ -18,6 +18,7 @@ Array = Any
 Group = tuple[slice, slice]    # of the sequences and the heads
 Block = tuple[slice, slice]    # of the queries and the keys
 
+THREADS_PER_BLOCK, THREADS_PER_WARP = 256, 32
 MAX_SCORE_BYTES = 2 ** 28    # of attention scores that are in memory at a time
 # Least number of queries in a block under a mask, and in the blocks of all heads together.  Fewer
 # leave out more, but sums over queries are written more often, and products with no more columns
@@ -143,6 +144,12 @@ class GpuAttention:
             count = math.prod(one.stop - one.start for one in group)
             yield group, [[a[:count * rows * keys].reshape(count, rows, keys) for a in made]
                           for rows, keys in shapes]
+
+    def _launch_by_warps(self, name: str, like: Array, rows: int, *arrays: Array,
+                         rest: tuple[np.generic, ...]) -> None:
+        """Launch a kernel of which each warp computes a row."""
+        blocks = -(-rows // (THREADS_PER_BLOCK // THREADS_PER_WARP))
+        self._launch(name, like, (blocks,), *arrays, rows, *rest)
 
     def _launch_softmax(self, name: str, S: Array, P: Array, lse: Array,
                         place: tuple[int, int, int], scale: Any) -> None:

@@ -5,13 +5,14 @@ The kernels are in the files ``*.cu``; attention is in `cupy_attention`.
 
 import math
 import weakref
+from functools import partialmethod
 from operator import is_not
 from pathlib import Path
 from typing import Any, Callable
 
 import numpy as np
 
-from mm3d.arrays.cupy_attention import GpuAttention
+from mm3d.arrays.cupy_attention import THREADS_PER_BLOCK, THREADS_PER_WARP, GpuAttention
 
 Array = Any
 
@@ -19,15 +20,15 @@ SOURCE_FILES = [Path(__file__).with_name(name)
                 for name in ("kernels.cu", "row_kernels.cu", "training_kernels.cu")]
 C_TYPES = {"float32": "float", "float64": "double", "float16": "half_t", "bfloat16": "bf16_t"}
 KERNEL_NAMES = (
-    "bias_gelu_forward", "bias_gelu_backward", "add_rows", "scale_rows", "scale_add_rows",
-    "add_arrays", "copy_rows", "sum_rows", "sum_products", "sum_rows_and_products", "norm_sums",
-    "norm_squares", "norm_scale", "norm_forward", "norm_backward_sums", "norm_backward",
-    "norm_backward_whole", "softmax_forward", "softmax_recompute", "softmax_backward",
-    "softmax_statistics", "softmax_gradient", "adamw", "round_into")
+    "bias_gelu_forward", "bias_gelu_backward", "swiglu_forward", "swiglu_backward", "rotate",
+    "add_rows", "scale_rows", "scale_add_rows", "add_arrays", "copy_rows", "sum_rows",
+    "sum_products", "sum_rows_and_products", "norm_sums", "norm_squares", "norm_scale",
+    "norm_forward", "norm_backward_sums", "norm_backward", "norm_backward_whole",
+    "softmax_forward", "softmax_recompute", "softmax_backward", "softmax_statistics",
+    "softmax_gradient", "adamw", "round_into")
 TEMPLATE_INSTANCES = [f"{name}<{kind}>" for name in KERNEL_NAMES for kind in C_TYPES.values()]
 COMPILER_OPTIONS = ("--std=c++17",)
 
-THREADS_PER_BLOCK, THREADS_PER_WARP = 256, 32
 MAX_BLOCKS = 4096            # of threads, in an elementwise kernel
 MAX_ACROSS = 16384           # blocks beside each other that can sum columns
 SUM_BLOCKS = 528             # that sum columns: four at a time on each of an H100's 132 processors
@@ -71,12 +72,6 @@ class GpuKernels(GpuAttention):
                     or self._look_up_kernel(name, like.dtype))
         function(blocks, (threads,), arguments)
 
-    def _launch_by_warps(self, name: str, like: Array, rows: int, *arrays: Array,
-                         rest: tuple[np.generic, ...]) -> None:
-        """Launch a kernel of which each warp computes a row."""
-        blocks = -(-rows // (THREADS_PER_BLOCK // THREADS_PER_WARP))
-        self._launch(name, like, (blocks,), *arrays, rows, *rest)
-
     def _look_up_kernel(self, name: str, dtype: Any) -> Callable:
         """Look up the kernel `name` for a type, and keep it."""
         if self._module is None:
@@ -107,7 +102,7 @@ class GpuKernels(GpuAttention):
         return out
 
     def bias_gelu_forward(self, x: Array, b: Array, out: Array) -> Array:
-        return self._launch_with_rows("bias_gelu_forward", x, b, out)
+        return self._launch_over_rows("bias_gelu_forward", out, x, b)
 
     def bias_gelu_backward(self, dy: Array, x: Array, b: Array, out: Array,
                            keep_float32: bool = False) -> tuple[Array, Array]:
@@ -118,22 +113,35 @@ class GpuKernels(GpuAttention):
         return out, sums
 
     def add_rows(self, a: Array, b: Array, out: Array) -> Array:
-        return self._launch_with_rows("add_rows", a, b, out)
+        return self._launch_over_rows("add_rows", out, a, b)
 
     def scale_rows(self, a: Array, b: Array, out: Array) -> Array:
-        return self._launch_with_rows("scale_rows", a, b, out)
+        return self._launch_over_rows("scale_rows", out, a, b)
 
     def scale_add_rows(self, a: Array, b: Array, c: Array, out: Array) -> Array:
-        return self._launch_with_rows("scale_add_rows", a, b, out, c)
+        return self._launch_over_rows("scale_add_rows", out, a, b, c)
 
-    def _launch_with_rows(self, name: str, a: Array, b: Array, out: Array, *more: Array) -> Array:
-        """Launch a kernel that combines every row of `a` with the vector `b`, and with more."""
-        rows, cols = _matrix_shape(a)
+    def _launch_over_rows(self, name: str, out: Array, *given: Array,
+                          like: Array | None = None) -> Array:
+        """Launch a kernel of rows as those of `like`, by default of `out`, with what is given."""
+        rows, cols = _matrix_shape(out if like is None else like)
         across = -(-cols // (THREADS_PER_BLOCK * (16 // out.itemsize)))
         down = min(rows, max(1, MAX_BLOCKS // max(1, across)))
-        given = map(self.library.contiguous, (a, b, *more))
+        given = tuple(map(self.library.contiguous, given))
         return self._compute_into(out, lambda y: self._launch(
             name, y, (across, down), *given, y, rows, cols))
+
+    def swiglu_forward(self, x: Array, out: Array) -> Array:
+        return self._launch_over_rows("swiglu_forward", out, x)
+
+    def swiglu_backward(self, dy: Array, x: Array, out: Array) -> Array:
+        return self._launch_over_rows("swiglu_backward", out, dy, x, like=dy)
+
+    def rotate(self, x: Array, cos: Array, sin: Array, rotated: int, out: Array) -> Array:
+        (_, positions, n, features), half, x = x.shape, cos.shape[1], self.library.contiguous(x)
+        return self._compute_into(out, lambda y: self._launch(
+            "rotate", y, (min(-(-count_blocks(y) // 2), 2 ** 20),), x, cos, sin, y, x.size // 2,
+            *map(np.int32, (positions, n, rotated, features // (2 * half), half))))
 
     def softmax_statistics(self, logits: Array, sums: bool) -> Array:
         rows, cols = logits.shape
@@ -279,37 +287,44 @@ class GpuKernels(GpuAttention):
         places = (0, sums) if keep_float32 else (sums, 0)
         return sums, (across, down), (parts, *places, rows, cols)
 
-    def normalize_forward(self, x: Array, features: int, eps: float,
-                          total: Callable[[Array], Array], out: Array) -> tuple[Array, Array]:
+    def _normalize(self, x: Array, features: int, eps: float, total: Callable[[Array], Array],
+                   out: Array, centred: bool) -> tuple[Array, Array]:
         x, (rows, cols), kind = self.library.contiguous(x), _matrix_shape(x), self._sum_type(x)
         rstd = self.library.empty((*x.shape[:-1], 1), kind)
-        if cols == features > 1:    # whole rows: no other rank has a part
+        if cols == features > centred:    # whole rows: no other rank has a part
             return self._compute_into(out, lambda y: self._launch(
                 "norm_forward", x, (rows,), x, y, rstd, kind(features), kind(eps),
-                cols, threads=row_threads(x))), rstd
-        sums, squares = (self.library.empty(rstd.shape, kind) for _ in range(2))
-        self._launch("norm_sums", x, (rows,), x, sums, cols)
-        sums = total(sums)
+                np.int32(centred), cols, threads=row_threads(x))), rstd
+        sums, squares = 0, self.library.empty(rstd.shape, kind)
+        if centred:
+            sums = self.library.empty(rstd.shape, kind)
+            self._launch("norm_sums", x, (rows,), x, sums, cols)
+            sums = total(sums)
         self._launch("norm_squares", x, (rows,), x, sums, squares, kind(features), cols)
         squares = total(squares)
         return self._compute_into(out, lambda y: self._launch(
             "norm_scale", x, (rows,), x, sums, squares, y, rstd, kind(features), kind(eps),
             cols)), rstd
 
-    def normalize_backward(self, dy: Array, xhat: Array, rstd: Array, features: int,
-                           total: Callable[[Array], Array], out: Array) -> Array:
+    def _normalize_backward(self, dy: Array, xhat: Array, rstd: Array, features: int,
+                            total: Callable[[Array], Array], out: Array, centred: bool) -> Array:
         dy, xhat = self.library.contiguous(dy), self.library.contiguous(xhat)
         (rows, cols), kind = _matrix_shape(dy), self._sum_type(dy)
-        if cols == features > 1:
+        rest = kind(features), np.int32(centred), cols
+        if cols == features > centred:
             return self._compute_into(out, lambda dx: self._launch(
-                "norm_backward_whole", dy, (rows,), dy, xhat, rstd, dx, kind(features),
-                cols, threads=row_threads(dy)))
-        sums = self.library.empty((*rstd.shape[:-1], 2), kind)
-        self._launch("norm_backward_sums", dy, (rows,), dy, xhat, sums, cols)
+                "norm_backward_whole", dy, (rows,), dy, xhat, rstd, dx, *rest,
+                threads=row_threads(dy)))
+        sums = self.library.empty((*rstd.shape[:-1], 1 + centred), kind)
+        self._launch("norm_backward_sums", dy, (rows,), dy, xhat, sums, *rest[1:])
         sums = total(sums)
         return self._compute_into(out, lambda dx: self._launch(
-            "norm_backward", dy, (rows,), dy, xhat, rstd, sums, dx, kind(features),
-            cols))
+            "norm_backward", dy, (rows,), dy, xhat, rstd, sums, dx, *rest))
+
+    normalize_forward = partialmethod(_normalize, centred=True)
+    normalize_backward = partialmethod(_normalize_backward, centred=True)
+    rms_forward = partialmethod(_normalize, centred=False)
+    rms_backward = partialmethod(_normalize_backward, centred=False)
 
 
 def read_source() -> str:

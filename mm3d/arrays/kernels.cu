@@ -56,6 +56,29 @@ __device__ inline bool aligned(const void *a, const void *b, const void *c)
     return ((((size_t)a) | ((size_t)b) | ((size_t)c)) & 15) == 0;
 }
 
+// Read and write the packs of a row, or what is left of its end: the `mine` elements from `at` on.
+template <typename T>
+__device__ inline Pack<T> read_pack(const T *a, long long at, int mine, bool packed)
+{
+    Pack<T> u;
+    if (packed)
+        return *(const Pack<T> *)(a + at);
+    for (int i = 0; i < 16 / sizeof(T); i++)    // a bound that is known keeps u in registers
+        if (i < mine)
+            u.of[i] = a[at + i];
+    return u;
+}
+template <typename T>
+__device__ inline void write_pack(T *a, long long at, int mine, bool packed, const Pack<T> &u)
+{
+    if (packed)
+        *(Pack<T> *)(a + at) = u;
+    else
+        for (int i = 0; i < 16 / sizeof(T); i++)
+            if (i < mine)
+                a[at + i] = u.of[i];
+}
+
 // Combine every row with vectors p and q, which a thread reads once for all its rows.
 template <typename T, typename F>
 __device__ void with_rows(long long rows, long long cols, const T *a, const T *p, const T *q,
@@ -137,6 +160,92 @@ __global__ void scale_add_rows(const T *a, const T *b, const T *c, T *y, long lo
                                long long cols)
 {
     with_rows(rows, cols, a, b, c, y, [](W u, W v, W w) { return u * v + w; });
+}
+
+// --- SwiGLU: g and u are the rows of (rows, 2, cols) ---------------------------------------
+
+// Call f with the place of a pack in a row of (rows, cols), the same place among the g's, how many
+// elements there are, and whether they are a pack.
+template <typename T, typename F>
+__device__ void gated_rows(long long rows, long long cols, bool packed, F f)
+{
+    const int width = 16 / sizeof(T);
+    const long long c = ((long long)blockIdx.x * blockDim.x + threadIdx.x) * width;
+    if (c >= cols)
+        return;
+    const int mine = cols - c < width ? (int)(cols - c) : width;
+    for (long long r = blockIdx.y; r < rows; r += gridDim.y)
+        if (packed)    // constants need fewer instructions and registers
+            f(r * cols + c, 2 * r * cols + c, width, true);
+        else
+            f(r * cols + c, 2 * r * cols + c, mine, false);
+}
+template <typename V> __device__ inline V sigmoid(V g)
+{
+    return reciprocal(1 + power_of_2(g * (V)-1.44269504088896340736));
+}
+template <typename T>
+__global__ void swiglu_forward(const T *x, T *y, long long rows, long long cols)
+{
+    const int width = 16 / sizeof(T);
+    const bool whole = aligned(x, y, y) && cols % width == 0;
+    gated_rows<T>(rows, cols, whole, [=](long long at, long long gate, int mine, bool packed) {
+        const Pack<T> g = read_pack(x, gate, mine, packed);
+        Pack<T> u = read_pack(x, gate + cols, mine, packed);
+        for (int i = 0; i < width; i++)
+            if (i < mine)
+                put(u.of[i], wide(g.of[i]) * sigmoid(wide(g.of[i])) * wide(u.of[i]));
+        write_pack(y, at, mine, packed, u);
+    });
+}
+template <typename T>
+__global__ void swiglu_backward(const T *dy, const T *x, T *dx, long long rows, long long cols)
+{
+    const int width = 16 / sizeof(T);
+    const bool whole = aligned(dy, x, dx) && cols % width == 0;
+    gated_rows<T>(rows, cols, whole, [=](long long at, long long gate, int mine, bool packed) {
+        const Pack<T> d = read_pack(dy, at, mine, packed);
+        Pack<T> g = read_pack(x, gate, mine, packed), u = read_pack(x, gate + cols, mine, packed);
+        for (int i = 0; i < width; i++)
+            if (i < mine) {
+                const W a = wide(d.of[i]), b = wide(g.of[i]), c = wide(u.of[i]), s = sigmoid(b);
+                put(g.of[i], a * c * s * (1 + b * (1 - s)));
+                put(u.of[i], a * b * s);
+            }
+        write_pack(dx, gate, mine, packed, g);
+        write_pack(dx, gate + cols, mine, packed, u);
+    });
+}
+
+// --- Rotations of heads, (batch, positions, n, heads, 2, half) --------------------------------
+
+// The first `rotated` of n are rotated by the cosines and sines, (positions, half); others are
+// copied.  `length` is the number of pairs.
+template <typename T>
+__global__ void rotate(const T *x, const W *cosines, const W *sines, T *y, long long length,
+                       int positions, int n, int rotated, int heads, int half)
+{
+    const int width = 16 / sizeof(T);
+    const bool packed = aligned(x, y, y) && half % width == 0;
+    const int step = packed ? width : 1;
+    for (long long j = ((long long)blockIdx.x * blockDim.x + threadIdx.x) * step; j < length;
+         j += (long long)gridDim.x * blockDim.x * step) {
+        const long long head = j / half, row = head / heads;
+        const int c = (int)(j - head * half), position = (int)(row / n % positions);
+        const long long at = head * 2 * half + c;
+        Pack<T> u = read_pack(x, at, step, packed), v = read_pack(x, at + half, step, packed);
+        if (row % n < rotated)
+            for (int i = 0; i < width; i++)
+                if (i < step) {
+                    const W a = wide(u.of[i]), b = wide(v.of[i]);
+                    const W by = cosines[(long long)position * half + c + i];
+                    const W with = sines[(long long)position * half + c + i];
+                    put(u.of[i], a * by - b * with);
+                    put(v.of[i], b * by + a * with);
+                }
+        write_pack(y, at, step, packed, u);
+        write_pack(y, at + half, step, packed, v);
+    }
 }
 
 // --- Sums and copies of arrays ---------------------------------------------------------------
@@ -253,17 +362,6 @@ __device__ void column_sums(long long rows, long long cols, bool packed, W *part
     add_groups(true);
 }
 template <typename T>
-__device__ inline Pack<T> read_pack(const T *a, long long at, int mine, bool packed)
-{
-    Pack<T> u;
-    if (packed)
-        return *(const Pack<T> *)(a + at);
-    for (int i = 0; i < 16 / sizeof(T); i++)    // a bound that is known keeps u in registers
-        if (i < mine)
-            u.of[i] = a[at + i];
-    return u;
-}
-template <typename T>
 __global__ void sum_rows(const T *a, W *parts, T *sum, W *wide_sum, long long rows,
                          long long cols)
 {
@@ -325,11 +423,6 @@ __global__ void bias_gelu_backward(const T *dy, const T *x, const T *b, T *dx, W
                 put(g.of[i], d);
                 own[i] += d;
             }
-        if (packed)
-            *(Pack<T> *)(dx + at) = g;
-        else
-            for (int i = 0; i < width; i++)
-                if (i < mine)
-                    dx[at + i] = g.of[i];
+        write_pack(dx, at, mine, packed, g);
     });
 }

@@ -1,4 +1,5 @@
-// Layer normalization and softmax, which need whole rows.  ``kernels.cu``, which goes before, has
+// Normalizations and softmax, which need whole rows.  Where rows are not `centred`, they are divided
+// by the root of their mean square, and no mean is subtracted.  ``kernels.cu``, which goes before, has
 // the types, and says what holds for all kernels.
 
 // --- Rows: one block each ------------------------------------------------------------------
@@ -31,8 +32,8 @@ template <typename V, typename F> __device__ V row_sum(long long cols, F f)
     return across_block(sum, [](V a, V b) { return a + b; });
 }
 
-// Layer normalization in steps, for rows divided over ranks: `sums` and `squares`
-// are summed over the ranks between the steps.
+// Normalization in steps, for rows divided over ranks: `sums` and `squares` are summed over the
+// ranks between the steps.  `sums` is null where rows are not centred.
 template <typename T> __global__ void norm_sums(const T *x, W *sums, long long cols)
 {
     const T *u = x + blockIdx.x * cols;
@@ -44,7 +45,7 @@ template <typename T>
 __global__ void norm_squares(const T *x, const W *sums, W *squares, W features, long long cols)
 {
     const T *u = x + blockIdx.x * cols;
-    const W mean = sums[blockIdx.x] / features;
+    const W mean = sums ? sums[blockIdx.x] / features : 0;
     const W sum = row_sum<W>(cols, [=](long long c) {
         const W v = wide(u[c]) - mean;
         return v * v;
@@ -57,7 +58,7 @@ __global__ void norm_scale(const T *x, const W *sums, const W *squares, T *y, W 
                            W eps, long long cols)
 {
     const long long row = blockIdx.x * cols;
-    const W mean = sums[blockIdx.x] / features;
+    const W mean = sums ? sums[blockIdx.x] / features : 0;
     const W by = 1 / sqrt(squares[blockIdx.x] / features + eps);
     for (long long c = threadIdx.x; c < cols; c += blockDim.x)
         put(y[row + c], (wide(x[row + c]) - mean) * by);
@@ -105,7 +106,8 @@ template <typename T, typename F> __device__ inline void put_kept(T *row, long l
     }
 }
 template <typename T> __launch_bounds__(1024)
-__global__ void norm_forward(const T *x, T *y, W *rstd, W features, W eps, long long cols)
+__global__ void norm_forward(const T *x, T *y, W *rstd, W features, W eps, int centred,
+                             long long cols)
 {
     const T *u = x + blockIdx.x * cols;
     T *v = y + blockIdx.x * cols;
@@ -113,15 +115,18 @@ __global__ void norm_forward(const T *x, T *y, W *rstd, W features, W eps, long 
     if (keeps(u, u, v, cols)) {
         Pack<T> kept[KEPT];
         keep(kept, u, cols);
-        const W mean = kept_sum<T>(cols, [&](int k, int i) { return wide(kept[k].of[i]); })
-                       / features;
+        W mean = 0;
+        if (centred)
+            mean = kept_sum<T>(cols, [&](int k, int i) { return wide(kept[k].of[i]); }) / features;
         by = 1 / sqrt(kept_sum<T>(cols, [&](int k, int i) {
             const W d = wide(kept[k].of[i]) - mean;
             return d * d;
         }) / features + eps);
         put_kept(v, cols, [&](int k, int i) { return (wide(kept[k].of[i]) - mean) * by; });
     } else {
-        const W mean = row_sum<W>(cols, [=](long long c) { return wide(u[c]); }) / features;
+        W mean = 0;
+        if (centred)
+            mean = row_sum<W>(cols, [=](long long c) { return wide(u[c]); }) / features;
         by = 1 / sqrt(row_sum<W>(cols, [=](long long c) {
             const W d = wide(u[c]) - mean;
             return d * d;
@@ -134,7 +139,7 @@ __global__ void norm_forward(const T *x, T *y, W *rstd, W features, W eps, long 
 }
 template <typename T> __launch_bounds__(1024)
 __global__ void norm_backward_whole(const T *dy, const T *xhat, const W *rstd, T *dx, W features,
-                                    long long cols)
+                                    int centred, long long cols)
 {
     const T *g = dy + blockIdx.x * cols, *h = xhat + blockIdx.x * cols;
     T *d = dx + blockIdx.x * cols;
@@ -143,8 +148,10 @@ __global__ void norm_backward_whole(const T *dy, const T *xhat, const W *rstd, T
         Pack<T> kept[KEPT], other[KEPT];
         keep(kept, g, cols);
         keep(other, h, cols);
-        const W first = kept_sum<T>(cols, [&](int k, int i) { return wide(kept[k].of[i]); })
-                        / features;
+        W first = 0;
+        if (centred)
+            first = kept_sum<T>(cols, [&](int k, int i) { return wide(kept[k].of[i]); })
+                    / features;
         const W second = kept_sum<T>(cols, [&](int k, int i) {
             return wide(kept[k].of[i]) * wide(other[k].of[i]);
         }) / features;
@@ -153,30 +160,37 @@ __global__ void norm_backward_whole(const T *dy, const T *xhat, const W *rstd, T
         });
         return;
     }
-    const W first = row_sum<W>(cols, [=](long long c) { return wide(g[c]); }) / features;
+    W first = 0;
+    if (centred)
+        first = row_sum<W>(cols, [=](long long c) { return wide(g[c]); }) / features;
     const W second = row_sum<W>(cols, [=](long long c) { return wide(g[c]) * wide(h[c]); })
                      / features;
     for (long long c = threadIdx.x; c < cols; c += blockDim.x)
         put(d[c], (wide(g[c]) - first - wide(h[c]) * second) * by);
 }
 template <typename T>
-__global__ void norm_backward_sums(const T *dy, const T *xhat, W *sums, long long cols)
+__global__ void norm_backward_sums(const T *dy, const T *xhat, W *sums, int centred,
+                                   long long cols)
 {
     const T *g = dy + blockIdx.x * cols, *h = xhat + blockIdx.x * cols;
-    const W first = row_sum<W>(cols, [=](long long c) { return wide(g[c]); });
-    const W second = row_sum<W>(cols, [=](long long c) { return wide(g[c]) * wide(h[c]); });
-    if (threadIdx.x == 0) {
-        sums[2 * blockIdx.x] = first;
-        sums[2 * blockIdx.x + 1] = second;
+    sums += (1 + centred) * blockIdx.x;
+    if (centred) {
+        const W first = row_sum<W>(cols, [=](long long c) { return wide(g[c]); });
+        if (threadIdx.x == 0)
+            sums[0] = first;
     }
+    const W second = row_sum<W>(cols, [=](long long c) { return wide(g[c]) * wide(h[c]); });
+    if (threadIdx.x == 0)
+        sums[centred] = second;
 }
 template <typename T>
 __global__ void norm_backward(const T *dy, const T *xhat, const W *rstd, const W *sums, T *dx,
-                              W features, long long cols)
+                              W features, int centred, long long cols)
 {
     const long long row = blockIdx.x * cols;
     const W by = rstd[blockIdx.x];
-    const W first = sums[2 * blockIdx.x] / features, second = sums[2 * blockIdx.x + 1] / features;
+    sums += (1 + centred) * blockIdx.x;
+    const W first = centred ? sums[0] / features : 0, second = sums[centred] / features;
     for (long long c = threadIdx.x; c < cols; c += blockDim.x)
         put(dx[row + c], (wide(dy[row + c]) - first - wide(xhat[row + c]) * second) * by);
 }

@@ -6,10 +6,11 @@ from mm3d.arrays.backend import Array, accumulation_dtype, backend_of, namespace
 from mm3d.arrays.elementwise import row_blocks
 from mm3d.model.architecture import Architecture
 from mm3d.model.builder import Builder
-from mm3d.model.functional import sum_row, upcast
+from mm3d.model.functional import prefer_backend_kernel, sum_row, upcast
 from mm3d.model.layers import LayerNorm
 
 
+@prefer_backend_kernel
 def rms_forward(x: Array, features: int, eps: float, total: Callable[[Array], Array],
                 out: Array) -> tuple[Array, Array]:
     """Divide rows by sqrt(mean(x^2) + eps).
@@ -28,6 +29,7 @@ def rms_forward(x: Array, features: int, eps: float, total: Callable[[Array], Ar
     return out, rstd
 
 
+@prefer_backend_kernel
 def rms_backward(dy: Array, xhat: Array, rstd: Array, features: int,
                  total: Callable[[Array], Array], out: Array) -> Array:
     """Compute dx = rstd (dy - xhat mean(dy xhat)) in `out`, for `rms_forward`."""

@@ -8,7 +8,7 @@ from mm3d.arrays.backend import Array, backend_of, namespace
 from mm3d.arrays.elementwise import row_blocks
 from mm3d.grid.activations import Space
 from mm3d.model.architecture import Architecture
-from mm3d.model.functional import upcast
+from mm3d.model.functional import prefer_backend_kernel, upcast
 from mm3d.model.parameters import Parameter
 from mm3d.schemes.passes import Pass
 
@@ -62,7 +62,8 @@ class Turns:
             shape, kind, lambda of=of: of(angles())) for of in (np.cos, np.sin))
 
 
-def rotate(x: Array, cos: Array, sin: Array, out: Array) -> Array:
+@prefer_backend_kernel
+def rotate(x: Array, cos: Array, sin: Array, rotated: int, out: Array) -> Array:
     """Rotate the first and second half of each head's features: u cos - v sin, v cos + u sin.
 
     These are the pairs of Hugging Face's weights; those of the paper are neighbouring features.
@@ -73,13 +74,16 @@ def rotate(x: Array, cos: Array, sin: Array, out: Array) -> Array:
         (batch, positions, n, features), whole heads.
     cos, sin : Array
         (positions, features of half a head).
+    rotated : int
+        How many of the n are rotated, the first ones; others are copied.
     out : Array
-        Receives the result; may be x.
+        Receives the result.
     """
     library, xp, half = backend_of(x), namespace(x), cos.shape[1]
-    count, rows, features = x.shape[0], x.shape[1], x.shape[2] * x.shape[3]
+    count, rows, features = x.shape[0], x.shape[1], rotated * x.shape[3]
+    out[:, :, rotated:, :] = x[:, :, rotated:, :]
     for b in library.alike(count):
-        flat = (xp.reshape(a[b, ...], (rows, features)) for a in (x, out))
+        flat = (xp.reshape(a[b, :, :rotated, :], (rows, features)) for a in (x, out))
         for a, y, c, s in row_blocks(library, *flat, cos, sin):
             shape = (a.shape[0], features // (2 * half), 2, half)
             a, y = (xp.reshape(one, shape) for one in (a, y))
@@ -123,7 +127,4 @@ class Rotary:
 
     def _rotated(self, x: Array, sin: Array) -> Array:
         """Return x rotated, with the V's as they are."""
-        y, n = self.empty(x.dtype), self.rotated
-        rotate(x[:, :, :n, :], self.turns.cos, sin, y[:, :, :n, :])
-        y[:, :, n, :] = x[:, :, n, :]
-        return y
+        return rotate(x, self.turns.cos, sin, self.rotated, out=self.empty(x.dtype))

@@ -6,12 +6,13 @@ from mm3d.arrays.backend import Array, backend_of, namespace
 from mm3d.arrays.elementwise import row_blocks
 from mm3d.grid.activations import Space
 from mm3d.model.builder import Builder
-from mm3d.model.functional import upcast
+from mm3d.model.functional import prefer_backend_kernel, upcast
 from mm3d.model.layers import Gelu, Layer, Linear
 from mm3d.model.parameters import Parameter
 from mm3d.schemes.passes import Pass
 
 
+@prefer_backend_kernel
 def swiglu_forward(x: Array, out: Array) -> Array:
     """Compute SiLU(g) u = g s u, where s = 1 / (1 + exp(-g)), for x = (g, u).
 
@@ -31,6 +32,7 @@ def swiglu_forward(x: Array, out: Array) -> Array:
     return out
 
 
+@prefer_backend_kernel
 def swiglu_backward(dy: Array, x: Array, out: Array) -> Array:
     """Compute dg = dy u s (1 + g (1 - s)) and du = dy g s in `out`, both as x has g and u."""
     library, xp = backend_of(x), namespace(x)

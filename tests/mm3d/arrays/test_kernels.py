@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from mm3d.arrays import backend, cupy_attention, cupy_kernels
-from mm3d.model import functional, token_functions, vectors
+from mm3d.model import functional, rms_norm, rotary, swiglu, token_functions, vectors
 from rounded import DTYPES, attend, close, dtype_of, numbers
 
+READABLE = functional, vectors, rms_norm, rotary, swiglu
 # Odd lengths, one column, one row, more columns than threads; packs of 16 bytes and not.
 SHAPES = [(3, 5, 7), (2, 4, 64), (1, 1, 1), (1, 1, 2056), (300, 1), (70, 33), (0, 8), (5, 0)]
 
@@ -27,8 +28,8 @@ def both(cupy, name: str, function: str, arrays, out_like: int | None, *rest, **
     """What the kernel and the readable pair, in float64, make of the same numbers."""
     wide = [a.astype(np.float64) for a in arrays]
     there = [cupy.asarray(a) for a in arrays]
-    readable = getattr(functional if hasattr(functional, function) else vectors,
-                       function).__wrapped__
+    readable = next(getattr(one, function).__wrapped__ for one in READABLE
+                    if hasattr(one, function))
     if out_like is not None:
         host_out = np.empty(wide[out_like].shape)
         out = cupy.empty(arrays[out_like].shape, arrays[out_like].dtype)
@@ -51,6 +52,12 @@ def test_elementwise(cupy, name):
             vectors = [b, numbers(shape[-1:], name, 4)][:1 + (function == "scale_add_rows")]
             for found, expected in both(cupy, name, function, [x, *vectors], 0):
                 close(found, expected, name)
+        gated = numbers((*shape[:-1], 2, shape[-1]), name, 5)
+        for found, expected in both(cupy, name, "swiglu_backward", [dy, gated], 1):
+            close(found, expected, name)
+        expected = swiglu.swiglu_forward.__wrapped__(gated.astype(float), np.empty(shape))
+        close(cupy.to_host(cupy.kernels.swiglu_forward(
+            cupy.asarray(gated), cupy.empty(shape, x.dtype))), expected, name)
         for wide in (False, True):
             (dx, expected), db = both(cupy, name, "bias_gelu_backward", [dy, x, b], 0,
                                       keep_float32=wide)
@@ -145,9 +152,28 @@ def test_kernels_are_looked_up_once(cupy, monkeypatch):
 
 
 @pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("shape, rotated", [((2, 3, 4, 32), 3), ((1, 5, 2, 12), 1),
+                                            ((2, 3, 1, 8), 1), ((2, 0, 3, 32), 2)])
+def test_rotations(cupy, name, shape, rotated):
+    """Packs, and halves that are none; what is not rotated is copied, to rows with gaps, too."""
+    half, kind = (16 if shape[-1] == 32 else 2), "float64" if name == "float64" else "float32"
+    x = numbers(shape, name, 1)
+    angles = np.outer(np.arange(shape[1]), [1, *range(2, half + 1)])
+    cos, sin = np.cos(angles), np.sin(angles)
+    expected = rotary.rotate.__wrapped__(x.astype(float), cos, sin, rotated, np.empty(shape))
+    turns = [cupy.asarray(a.astype(kind)) for a in (cos, sin)]
+    wide = cupy.empty((*shape[:2], 2 * shape[2], shape[3]), x.dtype)
+    for out in (cupy.empty(shape, x.dtype), wide[:, :, ::2, :]):
+        found = cupy.to_host(cupy.kernels.rotate(cupy.asarray(x), *turns, rotated, out))
+        close(found, expected, name)
+        assert np.array_equal(found[:, :, rotated:], x[:, :, rotated:])
+
+
+@pytest.mark.parametrize("name", DTYPES)
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("shape", [(2, 3, 5), (7, 304), (1, 1), (2, 8200)])
-def test_layer_normalization(cupy, name, whole, shape):
+@pytest.mark.parametrize("pair", ["normalize", "rms"])
+def test_normalization(cupy, name, whole, shape, pair):
     """A mean of 1000 does not cancel; rows whose rest others hold have twice the features.  Rows
     of packs, others, and ones too long for the registers."""
     centre = 1000 if name in ("float32", "float64") else 3
@@ -156,13 +182,13 @@ def test_layer_normalization(cupy, name, whole, shape):
 
     def total(a):    # the other rank holds the same
         return a if whole else a + a
-    results = both(cupy, name, "normalize_forward", [x], 0, features, 1e-5, total)
+    results = both(cupy, name, f"{pair}_forward", [x], 0, features, 1e-5, total)
     close(*results[0], name, 16 * (centre / 10 if centre > 3 else 1))
     close(*results[1], name, 64)
     xhat, rstd = (e for _, e in results)
     xhat = xhat.astype(dtype_of(name))
     rstd = rstd.astype(np.float64 if name == "float64" else np.float32)
-    for found, expected in both(cupy, name, "normalize_backward", [dy, xhat, rstd], 0, features,
+    for found, expected in both(cupy, name, f"{pair}_backward", [dy, xhat, rstd], 0, features,
                                 total):
         close(found, expected, name, 16)
 
