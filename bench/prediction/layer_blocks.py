@@ -21,7 +21,7 @@ from mm3d.tracing.events import Boundary, Call, Collective, Gemm, Overlapped, PH
 
 ADDED = 3    # numbers that are moved to add one to a gradient
 # Arrays of keys or values that backward holds of a whole context, or of a block that goes round.
-OF_OTHERS = {"gather": 6, "ring": 8}
+OF_OTHERS = {"gather": 12, "ring": 8}
 
 
 @dataclass(frozen=True)

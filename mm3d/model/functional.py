@@ -335,8 +335,7 @@ def causal_mask(q: Array, k: Array, first: int) -> Array:
     """Return the causal mask (queries, positions): -inf at later positions, 0 elsewhere."""
     queries, positions, library = q.shape[1], k.shape[1], backend_of(q)
     later = library.arange(0, positions)[None, :] > library.arange(first, first + queries)[:, None]
-    zero = library.empty((queries, positions), accumulation_dtype(q))
-    zero[...] = 0
+    zero = 0 * library.xp.astype(later, accumulation_dtype(q))
     return library.xp.where(later, zero - math.inf, zero)
 
 

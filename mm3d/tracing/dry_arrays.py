@@ -11,7 +11,7 @@ from typing import Any, Callable, Iterator
 
 import numpy as np
 
-from mm3d.arrays.backend import Backend
+from mm3d.arrays.backend import Backend, device_kernels
 from mm3d.arrays.numpy_kernels import Kernels
 from mm3d.arrays.pool import DryPool, Pool
 from mm3d.tracing.events import Call, Pass
@@ -196,6 +196,8 @@ class DryBackend(Backend):
         self.block, self.trace, self._within = block, Trace(), ""
         self.pool = DryPool(Pool.granularity, self._record_memory)
         self.scratch = DryPool(1, self._record_memory)
+        self._registers = DryPool(1, lambda: None)    # where a GPU's kernels keep what they need
+        self._in_kernel = False
 
     def _record_memory(self) -> None:
         """Add the bytes in use to the timeline and the peaks of the trace."""
@@ -221,12 +223,15 @@ class DryBackend(Backend):
                 return value.shape, str(value.dtype)
             return "sum" if callable(value) else value    # over ranks
         self._within = name
+        # On a processor functions of 16 bits have no kernels, and blocks.
+        self._in_kernel = (self.block == sys.maxsize and given[0].dtype not in self.kernels.dtypes
+                           and hasattr(device_kernels(), name))
         self.trace.count_event(Call(name, tuple(map(told, given)), tuple(
             (key, told(value)) for key, value in named.items())))
         try:
             yield
         finally:
-            self._within = ""
+            self._within, self._in_kernel = "", False
 
     def _count_pass(self, operation: str, size: int) -> None:
         self.trace.count_event(Pass(operation, size, self._within))
@@ -250,7 +255,8 @@ class DryBackend(Backend):
 
     def scratch_array(self, shape: tuple[int, ...], dtype: Any) -> DryArray:
         """Allocate an intermediate array of the library, outside of the model's pool."""
-        return DryArray(self, self.scratch.take(tuple(shape), np.dtype(dtype)))
+        pool = self._registers if self._in_kernel else self.scratch
+        return DryArray(self, pool.take(tuple(shape), np.dtype(dtype)))
 
     def arange(self, start: int, stop: int) -> DryArray:
         return self.scratch_array((stop - start,), np.int64)

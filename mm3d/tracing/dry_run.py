@@ -44,7 +44,8 @@ def trace(build: Callable[[DryCommunicator, DryBackend], Any], ranks: int, rank:
         Number of ranks, and the rank to trace.
     block : int
         Elements that elementwise work handles at a time: ``Backend.block`` for NumPy's; by
-        default all at once, as on a GPU.
+        default all at once, as on a GPU, where functions of 16 bits for which this library has
+        kernels of its own, or cuDNN's, hold no intermediate arrays.
     step : callable, optional
         Computes a step of the model, and may set fields of the trace.  By default it is
         `rehearse` of the model, without an optimizer.

@@ -155,7 +155,8 @@ def screened_bytes(training: Training, layer: Layer) -> tuple[LayerBytes, float]
     saved, working, operands, grown = (size * float(words @ elements) for words in words_of(
         layer.recompute, training.dtype, kind))
     working += max(size, WIDE) * _gathered(training, layer)
-    if machine.elementwise_block == sys.maxsize:    # all heads of keys at once
+    # In 16 bits a ring's backward alone holds scores.
+    if machine.elementwise_block == sys.maxsize and (size > 2 or layer.way == "ring"):
         working = max(working, arrays * max(size, 4) * elements[-1] / blocks.sizes.group)
     working += size * blocks.words_of_others(layer.way)    # keys and values, and gradients
     logits = _logits(training, layer)
@@ -173,9 +174,9 @@ def words_of(recompute: str, dtype: str, kind: LayerKind) -> tuple[np.ndarray, .
     `BlockSizes.elements`, but of the scores of a sequence alone.
     """
     rows, found, size = [], [], itemsize(dtype)
-    # With experts as many rows as make products, rather than gradients of weights, the peak.
+    # As many rows as make products, rather than gradients of weights, the peak.
     experts, group = kind.experts, kind.layers
-    hidden, more = (256, 8) if experts else (64, 1)
+    hidden, more = (256, 8) if experts else (64, 8)
     for ranks, batch, seq in ((1, 2, 128), (4, 2, 128), (3, 2, 128), (1, 8, 128), (1, 2, 256)):
         batch *= more
         grid, sizes = GridShape("x", (ranks,)), kind.small(hidden, batch, seq)
@@ -185,7 +186,7 @@ def words_of(recompute: str, dtype: str, kind: LayerKind) -> tuple[np.ndarray, .
             for layers in range(1, most + 1)], group=group)
             for name, most in (("gpipe", 1), ("zb-h1", 2)))
         rows.append(BlockSizes("1d", grid, sizes).elements())
-        rows[-1][-1] /= batch
+        rows[-1][-1] *= (size > 2) / batch    # in 16 bits kernels hold no scores
         gradients = gathered_words("1d", grid, replace(sizes, layers=1), experts, 1)
         found.append((whole.saved / size, whole.working / size - gradients,
                       apart.operands / size, apart.grown / size))

@@ -8,16 +8,20 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
+import mm3d
 from bench.__main__ import parser
 from bench.cases.paper import load_tables
 from bench.errors import UsageError, WrongResult
 from bench.experiments.gpu import device_checks, gpu_cases, parts
+from bench.experiments.gpu.gpt_steps import GptStep
 from bench.experiments.gpu.parts import GpuBenchmark, measure_part
 from bench.instruments.timing import Limits
+from bench.prediction.gpu_step import predict_gpu_step
 from bench.records import run_file
 from bench.validation.files import check_file
 from bench.verbs.measure import gpu
 from mm3d.arrays import backend
+from mm3d.config import Model
 
 
 def arguments(tmp_path, library: str, *more: str) -> Namespace:
@@ -121,6 +125,21 @@ def test_memory_of_a_step_is_that_of_its_dry_run(tmp_path, monkeypatch):
                              "--machine", "dgx-h100"), MPI.COMM_SELF) == 0
     record, = records(tmp_path).values()
     assert abs(record.values("peak") - record.values("predicted_peak")) <= 8
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("more", [{}, {"architecture": mm3d.Architecture(
+    norm="rms", positions="rotary", kv_heads=2, perceptron="swiglu", inner=1408, biases="none")}])
+def test_memory_of_a_step_on_a_gpu_is_that_of_its_dry_run(more):
+    """Where cuDNN computes attention; its workspaces come on top."""
+    library = backend.get("cupy")
+    if not library.more_dtypes or library.kernels.flash is None:
+        pytest.skip("needs cuDNN and bfloat16 on this GPU")
+    sizes = dict(layers=4, hidden=512, heads=8, batch=8, seq=512, vocab=8192) | more
+    step = GptStep(gpu_cases.Mode(library, "bfloat16"), sizes, 0)
+    step.peak()
+    _, predicted = predict_gpu_step(Model(**sizes), "bfloat16", "dgx-h100")
+    assert predicted == pytest.approx(step.peak(), rel=.03)
 
 
 @pytest.mark.parametrize("more, said", [

@@ -1,6 +1,7 @@
 """A dry run's trace is the real run's, to the last call, word and byte."""
 import gc
 import math
+import sys
 import tracemalloc
 import weakref
 from collections import Counter
@@ -214,6 +215,17 @@ def test_dry_arrays_have_no_contents():
     for look in (lambda: bool(a > 0), lambda: library.to_host(a), lambda: np.ones((3, 4)) + a):
         with pytest.raises(TypeError):
             look()
+
+
+def test_kernels_of_a_gpu_keep_no_intermediate_arrays_in_16_bits():
+    """Scores and what GELU computes stay in registers; NumPy's blocks hold them."""
+    sizes = dict(layers=1, hidden=64, heads=4, batch=1, seq=4096, causal=True)
+    scores, wide = 4 * 4096 * 4096 * 4, 4096 * 4 * 64 * 4
+    few, blocks, numpys = (dry_run.trace_step("serial", 1, None, 0, block, **sizes, dtype=dtype)
+                           for block, dtype in ((sys.maxsize, "float16"), (2 ** 22, "float16"),
+                                                (sys.maxsize, "float32")))
+    assert few.peak < few.saved + 3 * wide < scores / 8 < blocks.peak < numpys.peak
+    assert numpys.peak > scores
 
 
 def test_memory_returns_when_the_last_view_is_gone():
