@@ -17,7 +17,8 @@ from bench.instruments.clock import Clock
 from bench.instruments.placement import reorder_ranks
 from bench.instruments.timing import time_phases
 from bench.prediction.work import NAMES, Work
-from bench.records.measurements import Check, Measurements, Setting, Variable
+from bench.records.assembly import make_record
+from bench.records.measurements import Check, Measurements, Setting
 from mm3d import ModelSizes
 from mm3d.grid.grid import GridAxes
 from mm3d.tracing.events import PHASES
@@ -105,12 +106,9 @@ def measure_check(batches: Sequence[Sequence[Work]], comm, settings: dict[str, S
     """
     samples, checks = measure_works(batches, comm, str(settings["dtype"]), int(settings["seed"]),
                                     rounds, progress)
-    return Measurements(
-        "check", dict(settings), sampling.measured_environment("numpy", comm),
-        {"work": [work.label for batch in batches for work in batch], "phase": PHASES,
-         "repetition": range(rounds)},
-        {"samples": Variable(samples.transpose(1, 2, 0), "s", ("work", "phase", "repetition"))},
-        checks)
+    return make_record("check", dict(settings), sampling.measured_environment("numpy", comm),
+                       {"s": {"samples": samples.transpose(1, 2, 0)}}, checks,
+                       work=[work.label for batch in batches for work in batch])
 
 
 def prepare_product(work: Work, comm, dtype: str, seed: int

@@ -15,7 +15,8 @@ from bench.instruments.clock import Clock
 from bench.instruments.sampling import (makespans_in_turns, measure_in_random_order,
                                         measured_environment, pad_samples, samples_along)
 from bench.instruments.timing import Limits
-from bench.records.measurements import Check, Measurements, Variable, grid_settings
+from bench.records.assembly import add_numbers
+from bench.records.measurements import Check, Measurements, grid_settings
 from mm3d.grid.axis import COLLECTIVES
 from mm3d.grid.shape import GridShape
 from mm3d.grid.split import Split
@@ -211,13 +212,11 @@ def _summed_zeros(split: Split, shape: tuple[int, ...], dtype: str) -> Step:
 def collectives_record(scales: dict[str, Sequence[Any]], found: list[Sampled], settings: dict,
                        environs: dict[str, Any]) -> Measurements:
     """Make the record of the samples `found` along `scales`."""
-    dims, shape = tuple(scales), tuple(map(len, scales.values()))
+    shape = tuple(map(len, scales.values()))
     scales, variables = samples_along(scales, [(one.seconds, one.ended_by) for one in found])
-    moved = np.array([one.moved for one in found], np.float64).reshape(shape)
-    variables["bytes_moved"] = Variable(moved, "byte", dims)
-    if all(len(one.plain) for one in found):
-        alone = pad_samples([one.plain for one in found], shape)
-        variables["mpi_samples"] = Variable(alone, "s", (*dims, "mpi_repetition"))
-        scales["mpi_repetition"] = range(alone.shape[-1])
-    return Measurements("collectives", settings, environs, scales, variables,
-                        [one.check for one in found])
+    record = Measurements("collectives", settings, environs, scales, variables,
+                          [one.check for one in found])
+    alone = [one.plain for one in found]
+    return add_numbers(record, {
+        "byte": {"bytes_moved": np.array([one.moved for one in found], float).reshape(shape)},
+        "s": {"mpi_samples": pad_samples(alone, shape)} if all(map(len, alone)) else {}})
