@@ -41,18 +41,11 @@ def measure_checkpoint(comm: MPI.Intracomm, folder: Path, sizes: mm3d.ModelSizes
 
     Parameters
     ----------
-    comm : MPI.Intracomm
-        All ranks, which call it.
     folder : path
         Where a new folder is made for the files, and removed at the end, or by the next
         measurement there if this one is killed.
     dtype : str
         Type of parameters and moments.
-
-    Returns
-    -------
-    Measurements
-        A record of kind "checkpoint".
 
     Raises
     ------

@@ -24,10 +24,7 @@ UNITS = {"": 1, "B": 1, **{f"{prefix}{ending}": base ** power
 def parse_size(text: str) -> int:
     """Read bytes from text such as ``16 GB`` (16 times 1000^3) or ``40 GiB`` (40 times 1024^3).
 
-    Raises
-    ------
-    UsageError
-        When the text is no size.
+    Raises UsageError when the text is no size.
     """
     found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)\s*([KMGT]?i?B|)", text.strip())
     bare = found and not found[2] and float(found[1]) < 1e6    # of which a unit was forgotten

@@ -40,14 +40,8 @@ def measure_works(batches: Sequence[Sequence[Work]], comm, dtype: str, seed: int
     ----------
     batches : sequence of sequence of Work
         Products and Transformers on grids of all ranks; those of a batch are in memory together.
-    comm : mpi4py.MPI.Intracomm
-        The ranks; each calls this.
-    dtype : str
-        The dtype of all arrays.
     seed : int
         The seed of the numbers and of the order of measurements.
-    rounds : int
-        Number of rounds over the works of each batch.
     progress : callable, optional
         Is given a line on what was done, on every rank.
     after : callable, optional

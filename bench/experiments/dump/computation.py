@@ -32,8 +32,6 @@ class Start:
     ----------
     family : str
         The family of names.
-    model : Model
-        The model.
     weights : mapping of str to ndarray
         By the names of Hugging Face.
     tokens, targets : ndarray
@@ -63,8 +61,6 @@ class Way:
 
     Attributes
     ----------
-    dtype : str
-        The type of arrays.
     master : str or None
         The type of parameters and gradients, if another.
     scheme, grid : str, tuple of int or None
@@ -83,10 +79,6 @@ def compute_step(start: Start, way: Way, comm: Any,
 
     Parameters
     ----------
-    start, way
-        What is computed, and how.
-    comm : mpi4py.MPI.Intracomm
-        The ranks.
     look : callable, optional
         Is given the model before the step, which it may change.
 

@@ -61,15 +61,7 @@ def check_colossal(scheme: mm3d.Scheme, sizes: ModelSizes) -> None:
 
 
 class MeasuredLayer:
-    """A layer to measure, with its input and its output's gradient.
-
-    Parameters
-    ----------
-    scheme : Scheme
-        The parallelism, on its grid.
-    sizes, seed, dtype
-        As for `mm3d.Transformer`.
-    """
+    """A layer to measure, with its input and its output's gradient."""
 
     def __init__(self, scheme: mm3d.Scheme, sizes: ModelSizes, seed: int = 0,
                  dtype: str = "float32") -> None:
@@ -190,10 +182,8 @@ def count_sides(subject: MeasuredLayer, beside: str,
 
     Without ColossalAI, which alone has ranks that send, there is no second side.
 
-    Raises
-    ------
-    WrongResult
-        On all ranks, when both keep gathered operands, as ColossalAI does, and move other words.
+    Raises WrongResult on all ranks, when both keep gathered operands, as ColossalAI does, and move
+    other words.
     """
     rows = [subject.count()]
     if beside == COLOSSAL:

@@ -57,10 +57,7 @@ def collective_grid(comm: MPI.Intracomm, sizes: Sequence[int] | None = None,
                     backend: str | None = None) -> mm3d.Grid:
     """Make the grid whose directions are measured: x, y, z, a cube unless `sizes` are given.
 
-    Raises
-    ------
-    UsageError
-        When the ranks do not fit the grid, or none has a partner in it.
+    Raises UsageError when the ranks do not fit the grid, or none has a partner in it.
     """
     with as_usage_error():
         sizes = sizes or find_scheme("3d").default_grid(comm.size)
@@ -74,10 +71,7 @@ def collective_grid(comm: MPI.Intracomm, sizes: Sequence[int] | None = None,
 def communicating_directions(grid: mm3d.Grid) -> list[str]:
     """List the directions of `grid` that have two ranks or more.
 
-    Raises
-    ------
-    UsageError
-        When there is none.
+    Raises UsageError when there is none.
     """
     found = [name for name, size in grid.shape.items() if size > 1]
     if not found:
@@ -88,10 +82,7 @@ def communicating_directions(grid: mm3d.Grid) -> list[str]:
 def array_bytes(least: int, most: int, dtype: str) -> list[int]:
     """List the sizes of arrays to measure, in bytes: `least` to `most`, each 4 times the last.
 
-    Raises
-    ------
-    UsageError
-        When `least` is less than one element, or more than `most`.
+    Raises UsageError when `least` is less than one element, or more than `most`.
     """
     itemsize = np.dtype(dtype).itemsize
     if not itemsize <= least <= most:
@@ -113,14 +104,8 @@ def measure_collectives(grid: mm3d.Grid, sizes: Sequence[int], dtype: str, limit
 
     Parameters
     ----------
-    grid : Grid
-        The ranks; every one of them calls this.
     sizes : sequence of int
         Bytes of the global array; see `array_bytes`.
-    seed : int
-        The seed of the order of the measurements.
-    progress : callable, optional
-        Gets a line for what is done, on every rank.
 
     Returns
     -------
@@ -169,8 +154,6 @@ def measure_collective(grid: mm3d.Grid, axis: str, kind: str, shape: tuple[int, 
 
     Parameters
     ----------
-    grid : Grid
-        The ranks; every one of them calls this.
     axis, kind : str
         The direction, and one of `mm3d.grid.axis.COLLECTIVES`.
     shape : tuple of int

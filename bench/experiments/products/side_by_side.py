@@ -109,10 +109,6 @@ def measure_side_by_side(form: str, shape: tuple[int, int, int], dtype: str, com
 
     Parameters
     ----------
-    shape : tuple of int
-        M, N, K.
-    comm : mpi4py.MPI.Intracomm
-        The ranks; every one of them calls this.
     limits : Limits
         When to stop the rounds: after the seconds of one product times the number of products.
     seed : int

@@ -34,8 +34,6 @@ def add_wire(record: Measurements | None, grid: mm3d.Grid, axes: Sequence[str], 
     record : Measurements or None
         Of "collectives" on rank 0, which is returned; as it is outside of an emulated cluster, and
         on one node.
-    grid : Grid
-        The ranks; every one of them calls this.
     axes : sequence of str
         Directions of two ranks or more.
     size : int

@@ -178,10 +178,7 @@ def dilation_factor(software: float, predicted: float, share: float,
 def set_links(link: float | None, comm: Any, change: Change) -> None:
     """Let rank 0 set the rate of all links, while the other ranks wait.
 
-    Raises
-    ------
-    Failed
-        On every rank, when it cannot.
+    Raises Failed on every rank, when it cannot.
     """
     comm.Barrier()
     problem = ""

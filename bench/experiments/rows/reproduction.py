@@ -45,8 +45,6 @@ def measure_cases(cases: list[Row], options: list[str], progress: ShownProgress)
 
     Parameters
     ----------
-    cases : list of Case, or of TrainingCase
-        The cases, in the order in which they are measured.
     progress : ShownProgress
         Is shown every line of the jobs.
 
@@ -70,10 +68,7 @@ def measure_cases(cases: list[Row], options: list[str], progress: ShownProgress)
 def job_command(job: Iterable[Row], options: list[str]) -> list[str]:
     """Return the mpirun command line that measures the cases of `job`.
 
-    Raises
-    ------
-    UsageError
-        When there is no mpirun.
+    Raises UsageError when there is no mpirun.
     """
     job = list(job)
     names = ",".join(one.selector for one in job)

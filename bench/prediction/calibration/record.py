@@ -72,10 +72,7 @@ def make_record(operations: Mapping[Point, Sequence[float]], works: Sequence[Wor
 def read_calibration(path: str | Path) -> Measurements:
     """Read the record of a calibration.
 
-    Raises
-    ------
-    StoreError
-        When the file cannot be read, or is no such record.
+    Raises StoreError when the file cannot be read, or is no such record.
     """
     record = read_run(path)
     if record.kind != KIND:

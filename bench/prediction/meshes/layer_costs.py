@@ -84,8 +84,6 @@ class SchemeOnGrid:
 
     Attributes
     ----------
-    name : str
-        The name of the scheme.
     printed : Printed or None
         Its costs in print, if there are any.
     """
@@ -105,8 +103,6 @@ def choose_grids(ranks: int, schemes: Iterable[tuple[str, dict[str, Any], Printe
 
     Parameters
     ----------
-    ranks : int
-        Number of ranks.
     schemes : iterable of (str, dict, Printed or None)
         Name, options and costs in print of each.
 
@@ -133,8 +129,6 @@ class Costs:
 
     Attributes
     ----------
-    chosen : SchemeOnGrid
-        The scheme, on its grid.
     counted : dict of str to float or ndarray
         Each of `COSTS` on rank 0, or of `COUNTS` on every rank.
     printed : dict of str to float

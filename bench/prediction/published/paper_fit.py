@@ -56,12 +56,8 @@ class Fit:
 
     Attributes
     ----------
-    layers : int
-        Number of layers in all rows.
     recompute : dict of str to bool
         Whether backward repeats the forward, by scheme.
-    achieved : Achieved
-        The achieved fraction of each figure.
     residual : float
         Mean of the absolute logarithms of predicted over published times.
     """
@@ -174,12 +170,8 @@ class Outcome:
 
     Attributes
     ----------
-    machine : Machine
-        The machine model.
     chosen : list of int
         The indices of the fitted rows.
-    fit : Fit
-        The fit to the rows in `chosen`.
     left_out : list of float
         Error of each row, predicted by a fit to all other rows.
     by_layers : dict of int to float

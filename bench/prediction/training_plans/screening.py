@@ -43,10 +43,6 @@ class Screening:
 
     Parameters
     ----------
-    training : Training
-        What is trained.
-    progress : callable, optional
-        Is given a line on what is done.
     layers : Layers, optional
         Those of a training that differs in GPUs, batch and links alone.
 
@@ -116,10 +112,7 @@ class Screening:
     def screen(self) -> dict[str, Iterator[Scored]]:
         """Return the `KEPT` best plans of each family by closed forms, the fastest first.
 
-        Raises
-        ------
-        UsageError
-            When there are none.
+        Raises UsageError when there are none.
         """
         bounded: dict[str, list[Bounded]] = {}
         limit, counts = SLACK * self.limit, self.counts
