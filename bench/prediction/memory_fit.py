@@ -59,10 +59,7 @@ def choose_policy(scheme: str, grid: GridSizes, stack: Stack, limit: float,
                   how: Variant = Variant()) -> tuple[str | None, int]:
     """Choose the policy with the least recomputation whose peak is at most `limit` bytes.
 
-    Returns
-    -------
-    str or None, int
-        The policy and its peak bytes; None and the least peak if none fits.
+    Returns the policy and its peak bytes; None and the least peak if none fits.
     """
     peaks = []
     for name in list_policies(how.keep):
@@ -82,10 +79,7 @@ def judge_fit(scheme: str, grid: GridSizes, stack: Stack, limit: int,
               how: Variant = Variant()) -> tuple[bool, str]:
     """Decide whether a model fits into `limit` bytes a rank.
 
-    Returns
-    -------
-    bool, str
-        Whether it fits, and a line that says so or names a policy that does.
+    Returns whether it fits, and a line that says so or names a policy that does.
     """
     needed = predict_peak(scheme, grid, stack, how)
     line = (f"recompute {stack.recompute} needs {format_gib(needed)} a rank by a dry run, of "

@@ -229,11 +229,8 @@ class ExpertsSampler:
                    ways: Sequence[str]) -> tuple[np.ndarray, np.ndarray, str]:
         """Take samples until the limits are reached.
 
-        Returns
-        -------
-        times, parts, ended_by : ndarray, ndarray, str
-            Makespans (routings, kinds, repetitions), NaN where PyTorch is not measured; the
-            layer's parts (routings, phases, parts, ranks, repetitions) on rank 0; and the limit.
+        Returns makespans (routings, kinds, repetitions), NaN where PyTorch is not measured; the
+        layer's parts (routings, phases, parts, ranks, repetitions) on rank 0; and the limit.
         """
         sides = {}
         for routing, (rows, weights, segments) in self.products.items():

@@ -157,10 +157,7 @@ def expected_memory(mesh: Mesh, case: PipelineCase) -> float:
 def measure_hop(subject: Any, clock: Clock) -> np.ndarray:
     """Measure the seconds of a hop of one block between the first two stages, otherwise idle.
 
-    Returns
-    -------
-    ndarray
-        Half of each round trip, on the slowest rank of the first stage; 0 for one stage.
+    Returns half of each round trip, on the slowest rank of the first stage; 0 for one stage.
     """
     mesh, hops = subject.mesh, subject.hops
     other = 1 - mesh.stage

@@ -85,15 +85,8 @@ def verify_product(problem: Problem, phases: Sequence[str],
                    seed: int) -> tuple[dict[str, LocalProducts], list[int], list[Check]]:
     """Verify each phase once, and observe its local products.
 
-    Returns
-    -------
-    dict, list of int, list of Check
-        The local products by phase, this rank's words of each phase, and the checks.
-
-    Raises
-    ------
-    WrongResult
-        On all ranks, when C, dA or dB is wrong.
+    Returns the local products by phase, this rank's words of each phase, and the checks.  Raises
+    WrongResult on all ranks, when C, dA or dB is wrong.
     """
     replays, words, checks = {}, [], []
     for phase in phases:

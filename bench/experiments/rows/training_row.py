@@ -75,16 +75,9 @@ def measure_training(one: TrainingCase, settings: TrainingSettings,
                      comm: Any) -> Measurements | None:
     """Verify and measure a row; every rank of `comm`, as many as it has, calls this.
 
-    Returns
-    -------
-    Measurements or None
-        A record of kind "combined" on rank 0; None on the others.
-
-    Raises
-    ------
-    Failed
-        On every rank, when the ranks cannot be divided so, the losses or gradients differ from
-        the serial scheme's, or a step moves other words or waits other seconds than its dry run.
+    Returns a record of kind "combined" on rank 0; None on the others.  Raises Failed on every
+    rank, when the ranks cannot be divided so, the losses or gradients differ from the serial
+    scheme's, or a step moves other words or waits other seconds than its dry run.
     """
     predicted = settings.predict(one.measured, comm.size) if comm.rank == 0 else {}
     wait_patiently(comm)
@@ -112,15 +105,8 @@ def built(config: Config, settings: TrainingSettings, comm: Any) -> Iterator[mm3
 def verify(model: mm3d.GPT, config: Config) -> list[Check]:
     """Compare two losses, with a step between them, and all gradients with the serial scheme's.
 
-    Returns
-    -------
-    list of Check
-        The same on every rank, all passed.
-
-    Raises
-    ------
-    Failed
-        On every rank, when one did not pass.
+    Returns the checks, the same on every rank, all passed.  Raises Failed on every rank, when one did not
+    pass.
     """
     comm = model.comm
     found = losses_and_gradients(TimedTraining(model))

@@ -99,10 +99,7 @@ def refine_fit(A: np.ndarray, rest: np.ndarray, c: np.ndarray, low: float,
     outliers do not dominate.  The mean has kinks where a row is predicted exactly, so the search
     uses no gradients, and is restarted where it ends until it finds nothing better.
 
-    Returns
-    -------
-    ndarray, float
-        The best c, and its mean.
+    Returns the best c, and its mean.
     """
     from scipy.optimize import minimize
 
