@@ -105,8 +105,8 @@ def built(config: Config, settings: TrainingSettings, comm: Any) -> Iterator[mm3
 def verify(model: mm3d.GPT, config: Config) -> list[Check]:
     """Compare two losses, with a step between them, and all gradients with the serial scheme's.
 
-    Returns the checks, the same on every rank, all passed.  Raises Failed on every rank, when one did not
-    pass.
+    Returns the checks, the same on every rank, all passed.  Raises Failed on every
+    rank, when one did not pass.
     """
     comm = model.comm
     found = losses_and_gradients(TimedTraining(model))
