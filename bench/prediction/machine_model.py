@@ -116,6 +116,8 @@ class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     alpha, beta : float
         The fit ``alpha + beta bytes`` of least relative squares to the curve, for the reader;
         predictions read the curve.
+    curve : Curve
+        The measured seconds.
     pieces : bool
         As in `mm3d.tracing.events.Collective`.
     """

@@ -69,6 +69,10 @@ class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         The name of the rules, and where they are from.
     batches : str
         Where the batches are from.
+    rules : tuple of Rule
+        The rules.
+    remarks : tuple of str
+        Further remarks.
     """
 
     title: str
