@@ -5,10 +5,10 @@ from typing import Any, Callable, Mapping
 
 import numpy as np
 
+from bench.experiments.dump.causes import gradient_terms
 from bench.experiments.dump.computation import (Start, Tensors, Way, compute_step, compute_update)
 from bench.experiments.dump.envelopes import measure_norm
 from bench.experiments.dump.places import NORM, Place
-from bench.experiments.dump.terms import gradient_terms
 
 
 @dataclass(frozen=True)
