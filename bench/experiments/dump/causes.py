@@ -25,6 +25,7 @@ FEW = 10       # elements for each number that is fitted, which fewer do not sho
 WEAK = 10.0    # envelopes, below which other causes than the first may explain as much
 TOLD = 3       # causes that are named of such a tensor, and of a number
 EPSILONS = (1e-12, 1e-8, 1e-6, 1e-5, 1e-3)
+ROW_PARALLEL = ("attn.c_proj", "mlp.c_proj", "self_attn.o_proj", "mlp.down_proj")
 
 
 def explain(dump: Dump, verdict: Verdict) -> str:
@@ -265,9 +266,6 @@ def _shard_alone(linear: Linear, n: int, shard: int) -> Callable:
         own[..., part] = dy[..., part]
         return back(own, saved, *rest)
     return backward
-
-
-ROW_PARALLEL = ("attn.c_proj", "mlp.c_proj", "self_attn.o_proj", "mlp.down_proj")
 
 
 def _row_parallel(dump: Dump, verdict: Verdict, one: Judged) -> Iterator[str]:
