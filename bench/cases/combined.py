@@ -132,10 +132,7 @@ def cases_by_name(names: str) -> list[TrainingCase]:
 
     ``combined:dense-8-3:tiny`` is a row of preset "tiny".
 
-    Raises
-    ------
-    UsageError
-        When one is unknown, or some have another preset than others.
+    Raises UsageError when one is unknown, or some have another preset than others.
     """
     rows = {one.selector: one for one in list_cases()}
     known = {one.selector: one for row in rows.values()

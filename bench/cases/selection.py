@@ -64,10 +64,7 @@ def rows_by_name(pairs: str, ranks: int) -> list[Row]:
     ``weak:3d:1d`` is the 3-D row with the batch of the 1-D row.  Rows of schemes that the paper
     lacks are for `ranks` ranks.
 
-    Raises
-    ------
-    UsageError
-        When a name is unknown, or is not a pair.
+    Raises UsageError when a name is unknown, or is not a pair.
     """
     found = []
     for pair in pairs.split(","):

@@ -19,7 +19,8 @@ from bench.agreement import agree, make_on_rank_0
 from bench.errors import UsageError, WrongResult, as_usage_error
 from bench.instruments.sampling import measured_environment, take_samples_in_turns
 from bench.instruments.timing import Limits
-from bench.records.measurements import Check, Measurements, Variable
+from bench.records.assembly import make_record
+from bench.records.measurements import Check, Measurements
 from mm3d.checkpoints.stored_arrays import stored_arrays
 from mm3d.model.initial_values import draw_normal
 
@@ -40,18 +41,11 @@ def measure_checkpoint(comm: MPI.Intracomm, folder: Path, sizes: mm3d.ModelSizes
 
     Parameters
     ----------
-    comm : MPI.Intracomm
-        All ranks, which call it.
     folder : path
         Where a new folder is made for the files, and removed at the end, or by the next
         measurement there if this one is killed.
     dtype : str
         Type of parameters and moments.
-
-    Returns
-    -------
-    Measurements
-        A record of kind "checkpoint".
 
     Raises
     ------
@@ -77,10 +71,12 @@ def measure_checkpoint(comm: MPI.Intracomm, folder: Path, sizes: mm3d.ModelSizes
         if lock:
             lock.close()
             shutil.rmtree(work, ignore_errors=True)
-    return _record(comm, model.grid.backend.name, samples, subject.total, [
-        Check(QUANTITY, float(differing), 0.0)],
-        {**model.sizes, "dtype": model.dtype, "scheme": "1d", "ranks": comm.size,
-         "seed": seed, "ended_by": ended_by, **asdict(limits)})
+    return make_record(
+        "checkpoint", {**model.sizes, "dtype": model.dtype, "scheme": "1d", "ranks": comm.size,
+                       "seed": seed, "ended_by": ended_by, **asdict(limits)},
+        measured_environment(model.grid.backend.name, comm),
+        {"s": {"samples": samples}, "byte": {"bytes": subject.total}},
+        [Check(QUANTITY, float(differing), 0.0)])
 
 
 def make_work_folder(folder: Path) -> IO:
@@ -206,13 +202,3 @@ class SavedModel:
         seconds = time.perf_counter() - begun
         agree(problem, self.comm, OSError)
         return self.comm.allreduce(seconds, MPI.MAX)
-
-
-def _record(comm: MPI.Intracomm, backend: str, samples: list[list[float]], total: int,
-            checks: list[Check], settings: dict[str, Any]) -> Measurements:
-    """Make the record of all samples."""
-    return Measurements(
-        "checkpoint", settings, measured_environment(backend, comm),
-        {"operation": list(OPERATIONS), "repetition": range(len(samples[0]))},
-        {"samples": Variable(np.array(samples), "s", ("operation", "repetition")),
-         "bytes": Variable(np.array(total), "byte", ())}, checks)

@@ -78,15 +78,8 @@ def read_measured(run: Measurements) -> Iterator[Measured]:
 def read_measured_folder(folder: str) -> tuple[list[Measured], list[str]]:
     """Read all measured products and Transformers of a folder.
 
-    Returns
-    -------
-    list of Measured, list of str
-        The measurements, and a line for each file that could not be read.
-
-    Raises
-    ------
-    StoreError
-        When there is no such folder, or no measurement in it.
+    Returns the measurements, and a line for each file that could not be read.  Raises StoreError
+    when there is no such folder, or no measurement in it.
     """
     runs, problems = read_runs(folder)
     found = [one for run in runs for one in read_measured(run)]

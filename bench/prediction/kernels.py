@@ -61,14 +61,10 @@ def with_kernels(trace: Trace, kernels: str, attention: str, dtype: str, head: i
 
     Parameters
     ----------
-    trace : Trace
-        A step as this library computes it.
     kernels, attention : str
         As of `bench.prediction.machine_model.Machine`, and of `attention_of`.
     dtype : str
         The dtype of activations, in which scores are multiplied too.
-    head : int
-        Features of a head.
     masked : float
         The share of its scores that a rank of a context multiplies in the trace; fused kernels
         are priced without regard to a mask, with a context as without.
@@ -154,8 +150,6 @@ def boundary_bytes(event: Boundary, phase: str, part: str, weighted: bool) -> in
 
     Parameters
     ----------
-    event, phase, part
-        The call, in its phase and part of a block.
     weighted : bool
         Whether the layer is a product with weights, which moves its operands itself: backward
         reads the gradient once more, for the bias.

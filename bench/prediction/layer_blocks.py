@@ -74,8 +74,6 @@ def elementwise_coefficients(kernels: str = "numpy", attention: str = "flash",
         As of `bench.prediction.machine_model.Machine`.
     kind : LayerKind
         The kind of the layer, with experts the mean of those with and without.
-    dtype : str
-        The type of the values.
     """
     rows, found = [], {phase: [] for phase in PHASES}
     for ranks, seq in ((1, 64), (3, 64), (4, 64), (1, 128)):
@@ -109,12 +107,6 @@ class BlockSizes:
 
     Parameters
     ----------
-    name : str
-        The scheme.
-    grid : GridShape
-        The sizes of its directions.
-    sizes : ModelSizes
-        The sizes of the model.
     context : int
         Number of grids among which the positions are divided.
     """

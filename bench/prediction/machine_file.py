@@ -20,10 +20,8 @@ HEADER = """\
 def check_writable(path: Path, comm) -> None:
     """Check that rank 0 can write a machine file at this path, before anything is measured.
 
-    Raises
-    ------
-    UsageError, StoreError
-        On every rank, when it has another ending, or its folder cannot be written.
+    Raises UsageError, StoreError on every rank, when it has another ending, or its folder cannot
+    be written.
     """
     if path.suffix != ".toml":
         raise UsageError(f"--out {path}: a .toml file would do")

@@ -24,10 +24,7 @@ UNITS = {"": 1, "B": 1, **{f"{prefix}{ending}": base ** power
 def parse_size(text: str) -> int:
     """Read bytes from text such as ``16 GB`` (16 times 1000^3) or ``40 GiB`` (40 times 1024^3).
 
-    Raises
-    ------
-    UsageError
-        When the text is no size.
+    Raises UsageError when the text is no size.
     """
     found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)\s*([KMGT]?i?B|)", text.strip())
     bare = found and not found[2] and float(found[1]) < 1e6    # of which a unit was forgotten
@@ -62,10 +59,7 @@ def choose_policy(scheme: str, grid: GridSizes, stack: Stack, limit: float,
                   how: Variant = Variant()) -> tuple[str | None, int]:
     """Choose the policy with the least recomputation whose peak is at most `limit` bytes.
 
-    Returns
-    -------
-    str or None, int
-        The policy and its peak bytes; None and the least peak if none fits.
+    Returns the policy and its peak bytes; None and the least peak if none fits.
     """
     peaks = []
     for name in list_policies(how.keep):
@@ -85,10 +79,7 @@ def judge_fit(scheme: str, grid: GridSizes, stack: Stack, limit: int,
               how: Variant = Variant()) -> tuple[bool, str]:
     """Decide whether a model fits into `limit` bytes a rank.
 
-    Returns
-    -------
-    bool, str
-        Whether it fits, and a line that says so or names a policy that does.
+    Returns whether it fits, and a line that says so or names a policy that does.
     """
     needed = predict_peak(scheme, grid, stack, how)
     line = (f"recompute {stack.recompute} needs {format_gib(needed)} a rank by a dry run, of "

@@ -92,19 +92,7 @@ def estimate_by_dry_runs(one: Case, grid: tuple[int, ...], recompute: str,
 
 def explain_shortage(one: Case, grid: tuple[int, ...], recompute: str, nodes: list[Node],
                      block: int) -> str | None:
-    """Name the node that lacks memory for a row, and a policy that fits; None if no node does.
-
-    Parameters
-    ----------
-    grid : tuple of int
-        Sizes of its grid.
-    recompute : str
-        Its policy of recomputation.
-    nodes : list of Node
-        See `list_nodes`.
-    block : int
-        Elements that elementwise work handles at a time.
-    """
+    """Name the node that lacks memory for a row, and a policy that fits; None if no node does."""
     need = estimate_by_dry_runs(one, grid, recompute, block)
     worst = max(nodes, key=lambda node: need.on(node) - node.available)
     if need.on(worst) <= worst.available:
@@ -125,16 +113,10 @@ def check_memory(one: Case, grid: tuple[int, ...], recompute: str, backend: Back
                  comm: MPI.Intracomm, limit: float | None = None) -> None:
     """Refuse a row for which a node lacks memory, before any large array is allocated.
 
-    The memory of devices is not checked.
+    Each rank must call this.  The memory of devices is not checked.
 
     Parameters
     ----------
-    one, grid, recompute
-        See `explain_shortage`.
-    backend : Backend
-        The array library.
-    comm : mpi4py.MPI.Intracomm
-        The ranks; each must call this.
     limit : float, optional
         Bytes of a node for the row, instead of those available there; infinite for no limit.
 

@@ -28,10 +28,7 @@ FEW_RANKS = 1024    # up to this the best of each scheme is traced too; more wou
 def list_candidates(ranks: int, scheme: str | None = None) -> Iterator[tuple[str, GridShape]]:
     """List the schemes that divide the work, each with all of its grids of `ranks` ranks.
 
-    Raises
-    ------
-    ValueError
-        When `scheme` is given and has no grid of `ranks` ranks.
+    Raises ValueError when `scheme` is given and has no grid of `ranks` ranks.
     """
     for name in [scheme] if scheme else [n for n, s in registry().items() if s.divides_work]:
         try:
@@ -77,8 +74,6 @@ def rank_plans(ranks: int, machine: machine_model.Machine, stack: Stack,
 
     Parameters
     ----------
-    ranks, machine, stack
-        The ranks, their machine, and the model.
     top : int
         Number of plans that are to fit.
     scheme : str, optional
@@ -106,10 +101,7 @@ def best_grid(scheme: str, ranks: int, machine: machine_model.Machine, stack: St
               trace_of: TraceOf | None = None) -> GridShape:
     """Choose the grid of ``--grid auto``: the first of the scheme's `rank_plans`.
 
-    Raises
-    ------
-    ValueError
-        When the scheme has no grid of `ranks` ranks.
+    Raises ValueError when the scheme has no grid of `ranks` ranks.
     """
     return rank_plans(ranks, machine, stack, scheme=scheme, trace_of=trace_of)[0].grid
 

@@ -57,10 +57,7 @@ def shrink_machine(machine: Machine, factor: float) -> Machine:
 def work_scale(machine: Machine, cluster: Cluster) -> float:
     """Return the achieved rate of the machine's links over the rate of the cluster's.
 
-    Raises
-    ------
-    UsageError
-        When the links have no limit.
+    Raises UsageError when the links have no limit.
     """
     if cluster.link is None:
         raise UsageError(f"cluster {cluster}: links without a limit have no ratio to those of "
@@ -119,8 +116,6 @@ def predict_phases(machine: Machine, scheme: str, grid: GridShape, order: str, s
 
     Parameters
     ----------
-    scheme, grid, sizes, variant, recompute
-        The computation, and its grid.
     order : str
         The directions of the grid from the one that varies slowest over the nodes to the fastest.
     """

@@ -17,7 +17,8 @@ from bench.instruments.clock import Clock
 from bench.instruments.placement import reorder_ranks
 from bench.instruments.timing import time_phases
 from bench.prediction.work import NAMES, Work
-from bench.records.measurements import Check, Measurements, Setting, Variable
+from bench.records.assembly import make_record
+from bench.records.measurements import Check, Measurements, Setting
 from mm3d import ModelSizes
 from mm3d.grid.grid import GridAxes
 from mm3d.tracing.events import PHASES
@@ -39,14 +40,8 @@ def measure_works(batches: Sequence[Sequence[Work]], comm, dtype: str, seed: int
     ----------
     batches : sequence of sequence of Work
         Products and Transformers on grids of all ranks; those of a batch are in memory together.
-    comm : mpi4py.MPI.Intracomm
-        The ranks; each calls this.
-    dtype : str
-        The dtype of all arrays.
     seed : int
         The seed of the numbers and of the order of measurements.
-    rounds : int
-        Number of rounds over the works of each batch.
     progress : callable, optional
         Is given a line on what was done, on every rank.
     after : callable, optional
@@ -105,12 +100,9 @@ def measure_check(batches: Sequence[Sequence[Work]], comm, settings: dict[str, S
     """
     samples, checks = measure_works(batches, comm, str(settings["dtype"]), int(settings["seed"]),
                                     rounds, progress)
-    return Measurements(
-        "check", dict(settings), sampling.measured_environment("numpy", comm),
-        {"work": [work.label for batch in batches for work in batch], "phase": PHASES,
-         "repetition": range(rounds)},
-        {"samples": Variable(samples.transpose(1, 2, 0), "s", ("work", "phase", "repetition"))},
-        checks)
+    return make_record("check", dict(settings), sampling.measured_environment("numpy", comm),
+                       {"s": {"samples": samples.transpose(1, 2, 0)}}, checks,
+                       work=[work.label for batch in batches for work in batch])
 
 
 def prepare_product(work: Work, comm, dtype: str, seed: int

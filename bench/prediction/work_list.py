@@ -27,8 +27,6 @@ def list_works(ranks: int, products: Iterable[tuple[int, ...]],
 
     Parameters
     ----------
-    ranks : int
-        Number of ranks.
     products : iterable of tuple of int
         M, N and K of each.
     inside : sequence of str, optional
@@ -76,10 +74,6 @@ def works_in_batches(works: Sequence[Work], dtype: str, memory: float) -> list[l
 
     Parameters
     ----------
-    works : sequence of Work
-        Products and Transformers on grids of all ranks.
-    dtype : str
-        The dtype of all arrays.
     memory : float
         Its bytes, which all ranks share.
     """

@@ -114,6 +114,18 @@ def is_verified(kind: str) -> bool:
     return of_kind(kind).get("verified", False)
 
 
+def dimensions(kind: str) -> dict[str, str]:
+    """Return the dimensions of the variables that files of a kind have, or may have, by name."""
+    known = of_kind(kind)
+    return {**load()["common"]["optional"], **known.get("variables", {}),
+            **known.get("optional", {})}
+
+
+def labels(kind: str) -> dict[str, list[list[str]]]:
+    """Return the labels that dimensions may have, by name."""
+    return {**load()["labels"], **of_kind(kind).get("labels", {})}
+
+
 def derived(kind: str) -> dict[str, str]:
     """Return the dimensions of the variables that follow from others, by name."""
     return of_kind(kind).get("derived", {})
@@ -152,17 +164,15 @@ def check_group(kind: str, scales: Mapping[str, Sequence], variables: Mapping[st
         its scales, or numbers that cannot be.
     """
     known, common = of_kind(kind), load()["common"]
-    wanted = known.get("variables", {})
-    for name in wanted:
+    for name in known.get("variables", {}):
         if name not in variables:
             raise ValueError(f"{name} is missing")
-    for name, dims in {**common["optional"], **wanted, **known.get("optional", {}),
-                       **derived(kind)}.items():
+    for name, dims in {**dimensions(kind), **derived(kind)}.items():
         if name in variables and " ".join(variables[name].dims) != dims:
             raise ValueError(f"{name} has the dimensions "
                              f"{' '.join(variables[name].dims) or 'none'}, which should be "
                              f"{dims or 'none'}")
-    for dim, choices in {**load()["labels"], **known.get("labels", {})}.items():
+    for dim, choices in labels(kind).items():
         if dim in scales and list(scales[dim]) not in choices:
             raise ValueError(f"{dim} has the labels {', '.join(map(str, scales[dim]))[:80]}, "
                              f"which should be {' or '.join(map(', '.join, choices))}")

@@ -4,6 +4,7 @@ What a fault does to a tensor is tried, kind by kind: a factor, another tensor i
 of a sum, another setting.  The first that explains the tensor is named.
 """
 
+import copy
 from dataclasses import replace
 from itertools import islice
 from typing import Any, Callable, Iterator
@@ -11,19 +12,20 @@ from typing import Any, Callable, Iterator
 import numpy as np
 
 from bench.experiments.dump import patterns
-from bench.experiments.dump.computation import compute_alone
+from bench.experiments.dump.computation import Start, compute_alone, to_tensors, wide
 from bench.experiments.dump.dumps import Dump
 from bench.experiments.dump.losses import loss_causes, norm_causes
 from bench.experiments.dump.places import LOSS, NORM, tensor_names
-from bench.experiments.dump.terms import gradient_terms
 from bench.experiments.dump.updates import update_causes
 from bench.experiments.dump.verdicts import Judged, Verdict
-from mm3d.model.layers import Linear
+from mm3d.model.heads import TiedHead
+from mm3d.model.layers import Gelu, Linear
 
 FEW = 10       # elements for each number that is fitted, which fewer do not show
 WEAK = 10.0    # envelopes, below which other causes than the first may explain as much
 TOLD = 3       # causes that are named of such a tensor, and of a number
 EPSILONS = (1e-12, 1e-8, 1e-6, 1e-5, 1e-3)
+ROW_PARALLEL = ("attn.c_proj", "mlp.c_proj", "self_attn.o_proj", "mlp.down_proj")
 
 
 def explain(dump: Dump, verdict: Verdict) -> str:
@@ -192,6 +194,46 @@ def _parts(dump: Dump, verdict: Verdict, one: Judged, dim: int) -> Iterator[str]
         return    # of which other divisions are parts
 
 
+def gradient_terms(start: Start, name: str, dim: int) -> np.ndarray:
+    """Return the terms of a gradient, one for each sequence (dim 0) or position (dim 1).
+
+    The backward pass of the layer that has the weight is computed again, by the output's gradient
+    in one sequence or position alone.
+    """
+    calls: list[tuple[Any, Any, tuple]] = []
+    gpts: list[Any] = []
+
+    def remember(gpt: Any) -> None:
+        gpts.append(gpt)
+        ends, (chunk,) = gpt.chains[-1], gpt.chunks
+        for layer in (ends.output.norm, ends.output.head, ends.embedding, *(
+                layer for block in chunk.layers.layers for layer in block.layers)):
+            layer.backward = _remembering(layer, layer.backward, calls)
+    compute_alone(start, remember)
+    gpt, terms = gpts[0], []
+    for at in range(start.tokens.shape[dim]):
+        gpt.zero_gradients()
+        for back, dy, more in calls:
+            own = np.zeros_like(dy)
+            box = (slice(None),) * dim + (at,)
+            own[box] = dy[box]
+            back(own, *copy.deepcopy(more))
+        gpt.chains[-1].output.add_tied_gradient()
+        gradients = {p.name: wide(p.grad) for p in gpt.trained}
+        terms.append(to_tensors(start.family, gpt.config.model, gradients)[name])
+    return np.array(terms)
+
+
+def _remembering(layer: Any, back: Callable, calls: list) -> Callable:
+    """Return a backward pass that copies what it is given."""
+    def backward(dy: Any, *more: Any) -> Any:
+        if layer.parameters or isinstance(layer, (Gelu, TiedHead)):
+            own = type(layer).backward.__get__(layer)    # which keeps nothing
+            calls.append((own, np.array(dy), copy.deepcopy(more)))
+        return back(dy, *more)
+    return backward
+
+
 def _missing_input_sum(dump: Dump, verdict: Verdict, one: Judged) -> Iterator[str]:
     """Yield whether a norm's gradient has a part of the product after it alone."""
     a, found = np.float64(dump.tensors[one.place]), []
@@ -224,9 +266,6 @@ def _shard_alone(linear: Linear, n: int, shard: int) -> Callable:
         own[..., part] = dy[..., part]
         return back(own, saved, *rest)
     return backward
-
-
-ROW_PARALLEL = ("attn.c_proj", "mlp.c_proj", "self_attn.o_proj", "mlp.down_proj")
 
 
 def _row_parallel(dump: Dump, verdict: Verdict, one: Judged) -> Iterator[str]:

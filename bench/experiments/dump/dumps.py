@@ -28,8 +28,6 @@ class Dump:
 
     Attributes
     ----------
-    folder : Path
-        The folder.
     family : str
         The family of the model, such as "gpt2".
     model : Model
@@ -72,8 +70,6 @@ def read_dump(folder: str | Path, names: str = "huggingface") -> Dump:
 
     Parameters
     ----------
-    folder : path
-        The folder.
     names : str
         A table of `bench.experiments.dump.names`, or a file of rules.
 

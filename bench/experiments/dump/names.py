@@ -117,10 +117,7 @@ class Rule:
 def find_rules(names: str, family: str = "gpt2") -> list[Rule]:
     """Return the rules of a table of this module for a family, or of a file in TOML or JSON.
 
-    Raises
-    ------
-    UsageError
-        When there is neither, or a rule makes no sense.
+    Raises UsageError when there is neither, or a rule makes no sense.
     """
     if names in TABLES:
         table = TABLES[names] if family == "gpt2" else LLAMA_TABLES.get(names, TABLES[names])
@@ -157,10 +154,7 @@ def translate(name: str, a: np.ndarray, rules: list[Rule], sizes: tuple[int, int
     `sizes` are the numbers of heads of keys, and of features of each; `shapes` tell how many rows
     each of several names has, which else have equally many.
 
-    Raises
-    ------
-    ValueError
-        When its shape does not fit.
+    Raises ValueError when its shape does not fit.
     """
     name = WRAPPERS.sub("", name)
     for rule in rules:
@@ -187,10 +181,7 @@ def arrange(a: np.ndarray, how: tuple[str, ...], heads: int, head: int) -> np.nd
 
     It is arranged as `how` says, see the module, by `heads` heads of `head` features.
 
-    Raises
-    ------
-    ValueError
-        When its shape does not fit.
+    Raises ValueError when its shape does not fit.
     """
     for one in how:
         if one == "transposed":

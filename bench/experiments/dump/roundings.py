@@ -73,8 +73,6 @@ class Rounder:
 
     Parameters
     ----------
-    dtype : str
-        The type.
     seed : int
         Of the errors.
     inside : Rounder, optional

@@ -55,11 +55,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {    # those of PyTorch
 def read_about(folder: Path) -> dict[str, Any]:
     """Return what ``dump.json`` says, without what is null; nothing where there is none.
 
-    Raises
-    ------
-    UsageError
-        When it is no object of JSON, or has a key that is not known or a value that makes no
-        sense; or an optimizer has no name or rate.
+    Raises UsageError when it is no object of JSON, or has a key that is not known or a value that
+    makes no sense; or an optimizer has no name or rate.
     """
     path = folder / "dump.json"
     try:

@@ -15,11 +15,8 @@ TYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16
 def read_tensors(path: Path) -> dict[str, np.ndarray]:
     """Return all tensors of a file, of their own types.
 
-    Raises
-    ------
-    UsageError
-        When it is no such file, cut short, or has two tensors of a name or an unknown type; or
-        the package is missing.
+    Raises UsageError when it is no such file, cut short, or has two tensors of a name or an
+    unknown type; or the package is missing.
     """
     try:
         for one in list_tensors(path):

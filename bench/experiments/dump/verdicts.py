@@ -31,8 +31,6 @@ class Judged:
 
     Attributes
     ----------
-    place : Place
-        The tensor.
     error, envelope : Distance
         Its distance, and what that of right implementations does not exceed.
     scale : float
@@ -137,8 +135,6 @@ def judge(dump: Dump, comm: Any, reference: Reference | None = None) -> Verdict:
 
     Parameters
     ----------
-    dump : Dump
-        The dump.
     comm : mpi4py.MPI.Intracomm
         The ranks, which divide the model.
     reference : Reference, optional

@@ -15,7 +15,7 @@ import numpy as np
 
 from bench.checks.freivalds import require_passed
 from bench.experiments.experts.problem import ROUTINGS, ExpertsSubject, routing_settings
-from bench.experiments.experts.verification import ROUTED, verify_experts
+from bench.experiments.experts.verification import verify_experts
 from bench.experiments.products import operands
 from bench.experiments.torch.child import TorchProcesses
 from bench.experiments.torch.equal_kernels import add_kernels, compare_kernels, count_products
@@ -25,11 +25,11 @@ from bench.instruments.sampling import (Sample, compare_in_turns, measured_envir
                                         time_side)
 from bench.instruments.timing import Limits
 from bench.records.kinds.experts import KINDS
-from bench.records.measurements import Check, Measurements, Variable, grid_settings
+from bench.records.assembly import make_record
+from bench.records.measurements import Measurements, grid_settings
 from mm3d.arrays.grouped_products import grouped_matmul
 from mm3d.launcher import wait_patiently
 from mm3d.model.experts.layer import ExpertsLayer
-from mm3d.tracing.events import PHASES
 
 PARTS = ("router", "dispatch", "experts", "combine")
 # The parts of a phase in their order, each with the mark that ends it; the last ends the phase.
@@ -99,8 +99,11 @@ def measure_experts(subject: ExpertsSubject, torch: str | None,
         "left_out": "; ".join(f"PyTorch {way}: {problem}" for way, problem in left_out.items()
                               if problem),
         "ended_by": ended_by, **asdict(limits)}
-    return add_kernels(experts_record(settings, environs, routed, checks, times, parts),
-                       kernels, 3 * case.flops)
+    record = make_record("experts", settings, environs, {
+        "s": {"samples": times, "part_samples": parts},
+        "1": {name: [one[name] for one in routed] for name in routed[0]}},
+        checks, routing=ROUTINGS, kind=KINDS, part=PARTS)
+    return add_kernels(record, kernels, 3 * case.flops)
 
 
 def start_torch(subject: ExpertsSubject, python: str) -> TorchProcesses:
@@ -226,11 +229,8 @@ class ExpertsSampler:
                    ways: Sequence[str]) -> tuple[np.ndarray, np.ndarray, str]:
         """Take samples until the limits are reached.
 
-        Returns
-        -------
-        times, parts, ended_by : ndarray, ndarray, str
-            Makespans (routings, kinds, repetitions), NaN where PyTorch is not measured; the
-            layer's parts (routings, phases, parts, ranks, repetitions) on rank 0; and the limit.
+        Returns makespans (routings, kinds, repetitions), NaN where PyTorch is not measured; the
+        layer's parts (routings, phases, parts, ranks, repetitions) on rank 0; and the limit.
         """
         sides = {}
         for routing, (rows, weights, segments) in self.products.items():
@@ -254,18 +254,3 @@ class ExpertsSampler:
             every = np.array([[one.result for one in found[layer]] for layer in layers])
             parts = every.transpose(0, 3, 4, 2, 1)
         return times, parts, ended_by
-
-
-def experts_record(settings: dict, environs: dict, routed: list[dict[str, np.ndarray]],
-                   checks: list[Check], times: np.ndarray, parts: np.ndarray) -> Measurements:
-    """Make the record of all samples and of the routing."""
-    variables = {
-        "samples": Variable(times, "s", ("routing", "kind", "repetition")),
-        "part_samples": Variable(parts, "s", ("routing", "phase", "part", "rank", "repetition")),
-        **{name: Variable(np.array([one[name] for one in routed]), "1", ("routing", *dims))
-           for name, dims in ROUTED.items()}}
-    choices, experts = variables["tokens"].values.shape[1:]
-    scales = {"routing": ROUTINGS, "kind": KINDS, "repetition": range(times.shape[-1]),
-              "phase": PHASES, "part": PARTS, "rank": range(variables["words"].values.shape[1]),
-              "choice": range(choices), "expert": range(experts)}
-    return Measurements("experts", settings, environs, scales, variables, checks)

@@ -31,8 +31,6 @@ class ExpertsCase:
 
     Attributes
     ----------
-    experts : ExpertOptions
-        The options of the layer.
     hidden, wide : int
         Features of a token, and of an expert between its two products.
     batch, seq : int
@@ -107,11 +105,6 @@ def routing_settings(experts: ExpertOptions, tokens: int, layers: int = 1) -> di
     The share of an expert in the balance loss is the number of tokens that have it among their
     first "counted choices", over "share divisor" times the number of tokens.  The capacity is a
     number of tokens, 0 where nothing is dropped.
-
-    Parameters
-    ----------
-    tokens : int
-        Number of tokens that are routed together.
     """
     if given := experts.design.given():
         raise UsageError(f"PyTorch's layer beside experts knows none with "

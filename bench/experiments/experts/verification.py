@@ -15,13 +15,12 @@ from mm3d.launcher import wait_patiently
 
 # Relative to the largest logit.
 CHOICE_TOLERANCES = {"float32": 1e-5, "float64": 1e-13}
-# The variables of a record that are of its routing, with their dimensions.  How many tokens have
-# each expert as their first, second ... choice, and how many of these pairs were dropped; the
-# balance loss, by the plain computation; words of a step between replicas, counted and by the
-# closed form, and counted inside replicas; and whether tokens are gathered, and not exchanged.
-ROUTED = {"tokens": ("choice", "expert"), "dropped": ("expert",), "balance_loss": (),
-          "words": ("rank",), "expected_words": ("rank",), "inside_words": ("rank",),
-          "gathered": ()}
+# The variables of a record that are of its routing.  How many tokens have each expert as their
+# first, second ... choice, and how many of these pairs were dropped; the balance loss, by a plain
+# computation; words of a step between replicas, counted and by the closed form, and counted inside
+# replicas; and whether tokens are gathered, and not exchanged.
+ROUTED = ("tokens", "dropped", "balance_loss", "words", "expected_words", "inside_words",
+          "gathered")
 
 
 def verify_experts(subject: ExpertsSubject, routing: str,

@@ -30,7 +30,8 @@ from bench.instruments.peak_memory import Footprint
 from bench.instruments.sampling import (Sample, compare_in_turns, measured_environment,
                                         time_side)
 from bench.instruments.timing import Limits
-from bench.records.measurements import Check, Measurements, Variable, grid_settings
+from bench.records.assembly import make_record
+from bench.records.measurements import Check, Measurements, grid_settings
 from mm3d import ModelSizes
 from mm3d.tracing import dry_run
 
@@ -60,15 +61,7 @@ def check_colossal(scheme: mm3d.Scheme, sizes: ModelSizes) -> None:
 
 
 class MeasuredLayer:
-    """A layer to measure, with its input and its output's gradient.
-
-    Parameters
-    ----------
-    scheme : Scheme
-        The parallelism, on its grid.
-    sizes, seed, dtype
-        As for `mm3d.Transformer`.
-    """
+    """A layer to measure, with its input and its output's gradient."""
 
     def __init__(self, scheme: mm3d.Scheme, sizes: ModelSizes, seed: int = 0,
                  dtype: str = "float32") -> None:
@@ -148,7 +141,7 @@ def measure_layer(subject: MeasuredLayer, beside: tuple[str, str] | None, overla
         if reference:
             kernels = compare_kernels(observe_products(subject.step, scheme.grid), subject.dtype,
                                       scheme.grid.backend, reference, subject.seed)
-        variables, ended_by, again = time_layer(subject, overlap, limits, reference)
+        times, hidden, ended_by, again = time_layer(subject, overlap, limits, reference)
         checks += require_passed(again, f"after the last repetition, {differs}")
     environs = measured_environment(scheme.grid.backend.name, comm)
     if memory is None:
@@ -158,10 +151,15 @@ def measure_layer(subject: MeasuredLayer, beside: tuple[str, str] | None, overla
                 "reference": reference.about if reference else "none", "ended_by": ended_by,
                 **({"overlap": overlap} if overlap else {}), **grid_settings(scheme.grid.shape),
                 "transport": operands.transport_names(scheme.grid), **asdict(limits)}
-    variables |= {"memory": Variable(np.array(memory).T, "byte", ("account", "rank")),
-                  **{what: Variable(values, "1", ("side", "rank"))
-                     for what, values in zip(("calls", "words"), counted)}}
-    record = layer_record(subject, name, variables, settings, environs, checks)
+    expected = dry_run.trace_step(
+        scheme.name, scheme.grid.size, scheme.grid.shape.sizes, block=scheme.grid.backend.block,
+        dtype=subject.dtype, **subject.sizes).pool_peak
+    record = make_record("layer", settings, environs, {
+        "s": {"times": times},
+        "byte": {"memory": np.array(memory).T, "expected_memory": float(expected)},
+        "1": {"hidden": hidden, **dict(zip(("calls", "words"), counted))}}, checks,
+        kind=tuple(name or kind if kind == PYTORCH else kind for kind in KINDS),
+        side=("mm3d", COLOSSAL)[:len(counted[0])])
     return add_kernels(record, kernels, record.variables["flops"].values)
 
 
@@ -184,10 +182,8 @@ def count_sides(subject: MeasuredLayer, beside: str,
 
     Without ColossalAI, which alone has ranks that send, there is no second side.
 
-    Raises
-    ------
-    WrongResult
-        On all ranks, when both keep gathered operands, as ColossalAI does, and move other words.
+    Raises WrongResult on all ranks, when both keep gathered operands, as ColossalAI does, and move
+    other words.
     """
     rows = [subject.count()]
     if beside == COLOSSAL:
@@ -217,14 +213,14 @@ def global_arrays(sizes: ModelSizes, seed: int, dtype: str) -> dict[str, np.ndar
 
 def time_layer(subject: MeasuredLayer, overlap: int, limits: Limits,
                reference: TorchProcesses | None
-               ) -> tuple[dict[str, Variable], str, list[Check]]:
+               ) -> tuple[np.ndarray, float, str, list[Check]]:
     """Measure `KINDS` until the limits are reached, and check the last results.
 
     Returns
     -------
-    dict of str to Variable
-        Seconds, NaN for kinds that were not measured, and the share of communication that overlap
-        hides; NaN without overlap.
+    ndarray, float
+        Seconds, (repetitions, kinds, ranks, begin and end), NaN for kinds that were not measured;
+        and the share of communication that overlap hides, NaN without overlap.
     str, list of Check
         The limit that was reached, and checks of the results of the last repetition.
     """
@@ -254,21 +250,4 @@ def time_layer(subject: MeasuredLayer, overlap: int, limits: Limits,
     times = np.full((len(found[0]), len(KINDS), grid.comm.size, 2), np.nan)
     for kind, samples in found.items():
         times[:, kind] = [one.times for one in samples]
-    return {"times": Variable(times, "s", ("repetition", "kind", "rank", "edge")),
-            "hidden": Variable(np.array(hidden), "1", ())}, ended_by, checks
-
-
-def layer_record(subject: MeasuredLayer, beside: str, variables: dict[str, Variable],
-                 settings: dict, environs: dict, checks: list[Check]) -> Measurements:
-    """Make the record of the repetitions and counts, with the memory that a dry run expects."""
-    expected = dry_run.trace_step(
-        settings["scheme"], subject.scheme.grid.size, subject.scheme.grid.shape.sizes,
-        block=subject.scheme.grid.backend.block, dtype=settings["dtype"],
-        **subject.sizes).pool_peak
-    variables["expected_memory"] = Variable(np.array(float(expected)), "byte", ())
-    repetitions, _, ranks, _ = variables["times"].values.shape
-    kinds = tuple(beside or kind if kind == PYTORCH else kind for kind in KINDS)
-    scales = {"repetition": range(repetitions), "kind": kinds, "rank": range(ranks),
-              "edge": ("begin", "end"), "account": Footprint.accounts,
-              "side": ("mm3d", COLOSSAL)[:len(variables["words"].values)]}
-    return Measurements("layer", settings, environs, scales, variables, checks)
+    return times, hidden, ended_by, checks

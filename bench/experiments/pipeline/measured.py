@@ -21,7 +21,8 @@ from bench.instruments.peak_memory import Footprint
 from bench.instruments.sampling import (Sample, compare_in_turns, measured_environment,
                                         time_side)
 from bench.instruments.timing import Limits
-from bench.records.measurements import Check, Measurements, Setting, Variable, grid_settings
+from bench.records.assembly import make_record
+from bench.records.measurements import Check, Measurements, Setting, grid_settings
 from mm3d import launcher
 from mm3d.launcher import wait_patiently
 from mm3d.grid.shape import GridShape
@@ -92,14 +93,16 @@ def measure_pipeline(mesh: Mesh, case: PipelineCase, limits: Limits,
         subject.hops.messages.free()
     if memory is None:
         return None
-    counts = {"memory": np.array(memory).T, "expected_memory": np.array(expected),
-              "words": np.array(words), "expected_words": np.array(hop_words(mesh, case))}
+    counts = {"byte": {"memory": np.array(memory).T, "expected_memory": expected},
+              "1": {"words": words, "expected_words": hop_words(mesh, case)}}
     settings = {**case_settings(mesh, case), "ended_by": ended_by, "asleep": asleep,
                 "reference": reference.about if reference else "none",
                 **({"reference_order": reference.order} if reference else {}), **asdict(limits)}
-    return add_kernels(pipeline_record(case, found, hops, counts, settings, environs, checks),
-                       kernels, step_flops(stack.batch * stack.seq, stack.layers, stack.hidden,
-                                           stack.seq))
+    record = make_record("pipeline", settings, environs, side_numbers(found, hops) | counts,
+                         checks, stage=range(case.schedule.stage_count), step=STEPS,
+                         side=list(found))
+    return add_kernels(record, kernels, step_flops(stack.batch * stack.seq, stack.layers,
+                                                   stack.hidden, stack.seq))
 
 
 def sample_step(subject: Any, actions: ActionTimes, clock: Clock) -> Sample:
@@ -154,10 +157,7 @@ def expected_memory(mesh: Mesh, case: PipelineCase) -> float:
 def measure_hop(subject: Any, clock: Clock) -> np.ndarray:
     """Measure the seconds of a hop of one block between the first two stages, otherwise idle.
 
-    Returns
-    -------
-    ndarray
-        Half of each round trip, on the slowest rank of the first stage; 0 for one stage.
+    Returns half of each round trip, on the slowest rank of the first stage; 0 for one stage.
     """
     mesh, hops = subject.mesh, subject.hops
     other = 1 - mesh.stage
@@ -182,41 +182,18 @@ def measure_hop(subject: Any, clock: Clock) -> np.ndarray:
     return np.max(every, axis=0)
 
 
-def pipeline_record(case: PipelineCase, found: dict[str, list[Sample]], hops: np.ndarray,
-                    counts: dict[str, np.ndarray], settings: dict, environs: dict,
-                    checks: list[Check]) -> Measurements:
-    """Make the record."""
-    schedule, every = case.schedule, np.array([[one.times for one in samples]
-                                               for samples in found.values()])
-    times = every[0]
-    variables = {
-        "times": Variable(times, "s", ("repetition", "rank", "action", "edge")),
-        "hop_samples": Variable(hops, "s", ("round",)),
-        "memory": Variable(counts["memory"], "byte", ("account", "rank")),
-        "expected_memory": Variable(counts["expected_memory"], "byte", ("rank",)),
-        "words": Variable(counts["words"], "1", ("rank",)),
-        "expected_words": Variable(counts["expected_words"], "1", ()),
-        **side_variables(every, found)}
-    scales = {"repetition": range(len(times)), "rank": range(times.shape[1]),
-              "action": range(times.shape[2]), "edge": ("begin", "end"),
-              "round": range(len(hops)), "step": STEPS, "stage": range(schedule.stage_count),
-              "account": Footprint.accounts, "side": list(found)}
-    return Measurements("pipeline", settings, environs, scales, variables, checks)
-
-
-def side_variables(times: np.ndarray, found: dict[str, list[Sample]]) -> dict[str, Variable]:
-    """Return the variables of both sides; none without a reference."""
-    if len(found) == 1:
-        return {}
-    processor, slept = (np.array([[[spent[part] for spent in one.result]
-                                   for one in samples] for samples in found.values()])
-                        for part in (0, 1))
-    variables = {
-        "reference_times": Variable(times[1], "s", ("repetition", "rank", "action", "edge")),
-        "processor": Variable(processor, "s", ("side", "repetition", "rank"))}
-    if not np.isnan(slept).any():
-        variables["slept"] = Variable(slept, "s", ("side", "repetition", "rank", "step"))
-    return variables
+def side_numbers(found: dict[str, list[Sample]], hops: np.ndarray) -> dict[str, dict[str, Any]]:
+    """Return the seconds of a record: of hops, and of one side or both."""
+    times = [[one.times for one in samples] for samples in found.values()]
+    seconds: dict[str, Any] = {"times": times[0], "hop_samples": hops}
+    if len(found) > 1:
+        seconds["reference_times"] = times[1]
+        seconds["processor"], slept = (
+            np.array([[[spent[part] for spent in one.result] for one in samples]
+                      for samples in found.values()]) for part in (0, 1))
+        if not np.isnan(slept).any():
+            seconds["slept"] = slept
+    return {"s": seconds}
 
 
 def hop_words(mesh: Mesh, case: PipelineCase) -> int:

@@ -62,8 +62,6 @@ class TorchPipeline:
     ----------
     mesh : Mesh
         The ranks; each makes it, and starts one of PyTorch's.
-    case : PipelineCase
-        The pipeline to measure; see `refuse_pipeline`.
     subject : LayersSubject or WaitingSubject
         The pipeline whose parameters, inputs and gradients it uses.
 
@@ -102,10 +100,7 @@ class TorchPipeline:
     def check(self) -> list[Check]:
         """Execute a step, and check its results and that its actions are the schedule's.
 
-        Raises
-        ------
-        UsageError
-            On all ranks, when it takes other actions.
+        Raises UsageError on all ranks, when it takes other actions.
         """
         found = self.processes.ask("check")
         self._compare_order([(kind, stage, micro) for kind, stage, micro, *_ in found["actions"]])

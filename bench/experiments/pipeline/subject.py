@@ -73,10 +73,8 @@ def make_pipeline_case(name: str, stages: int, microbatches: int, sizes: ModelSi
     `sizes` has the sequences of one micro-batch, `more` are further fields of the stack.  A
     searched schedule is found for the times `waits`, or for equal times by default.
 
-    Raises
-    ------
-    ValueError
-        When there is no such schedule, or the layers cannot be divided among its stages.
+    Raises ValueError when there is no such schedule, or the layers cannot be divided among its
+    stages.
     """
     stack = Stack(**{**sizes, "batch": sizes.batch * microbatches}, **more)
     times = Times.equal(stages, *waits) if waits else None
@@ -111,10 +109,6 @@ class LayersSubject:
 
     Parameters
     ----------
-    mesh : Mesh
-        The ranks; each makes it.
-    case : PipelineCase
-        The pipeline to measure.
     asleep : bool
         Whether ranks that wait for a message sleep.
     """

@@ -15,7 +15,8 @@ from bench.instruments.clock import Clock
 from bench.instruments.sampling import (makespans_in_turns, measure_in_random_order,
                                         measured_environment, pad_samples, samples_along)
 from bench.instruments.timing import Limits
-from bench.records.measurements import Check, Measurements, Variable, grid_settings
+from bench.records.assembly import add_numbers
+from bench.records.measurements import Check, Measurements, grid_settings
 from mm3d.grid.axis import COLLECTIVES
 from mm3d.grid.shape import GridShape
 from mm3d.grid.split import Split
@@ -56,10 +57,7 @@ def collective_grid(comm: MPI.Intracomm, sizes: Sequence[int] | None = None,
                     backend: str | None = None) -> mm3d.Grid:
     """Make the grid whose directions are measured: x, y, z, a cube unless `sizes` are given.
 
-    Raises
-    ------
-    UsageError
-        When the ranks do not fit the grid, or none has a partner in it.
+    Raises UsageError when the ranks do not fit the grid, or none has a partner in it.
     """
     with as_usage_error():
         sizes = sizes or find_scheme("3d").default_grid(comm.size)
@@ -73,10 +71,7 @@ def collective_grid(comm: MPI.Intracomm, sizes: Sequence[int] | None = None,
 def communicating_directions(grid: mm3d.Grid) -> list[str]:
     """List the directions of `grid` that have two ranks or more.
 
-    Raises
-    ------
-    UsageError
-        When there is none.
+    Raises UsageError when there is none.
     """
     found = [name for name, size in grid.shape.items() if size > 1]
     if not found:
@@ -87,10 +82,7 @@ def communicating_directions(grid: mm3d.Grid) -> list[str]:
 def array_bytes(least: int, most: int, dtype: str) -> list[int]:
     """List the sizes of arrays to measure, in bytes: `least` to `most`, each 4 times the last.
 
-    Raises
-    ------
-    UsageError
-        When `least` is less than one element, or more than `most`.
+    Raises UsageError when `least` is less than one element, or more than `most`.
     """
     itemsize = np.dtype(dtype).itemsize
     if not itemsize <= least <= most:
@@ -112,14 +104,8 @@ def measure_collectives(grid: mm3d.Grid, sizes: Sequence[int], dtype: str, limit
 
     Parameters
     ----------
-    grid : Grid
-        The ranks; every one of them calls this.
     sizes : sequence of int
         Bytes of the global array; see `array_bytes`.
-    seed : int
-        The seed of the order of the measurements.
-    progress : callable, optional
-        Gets a line for what is done, on every rank.
 
     Returns
     -------
@@ -168,8 +154,6 @@ def measure_collective(grid: mm3d.Grid, axis: str, kind: str, shape: tuple[int, 
 
     Parameters
     ----------
-    grid : Grid
-        The ranks; every one of them calls this.
     axis, kind : str
         The direction, and one of `mm3d.grid.axis.COLLECTIVES`.
     shape : tuple of int
@@ -211,13 +195,11 @@ def _summed_zeros(split: Split, shape: tuple[int, ...], dtype: str) -> Step:
 def collectives_record(scales: dict[str, Sequence[Any]], found: list[Sampled], settings: dict,
                        environs: dict[str, Any]) -> Measurements:
     """Make the record of the samples `found` along `scales`."""
-    dims, shape = tuple(scales), tuple(map(len, scales.values()))
+    shape = tuple(map(len, scales.values()))
     scales, variables = samples_along(scales, [(one.seconds, one.ended_by) for one in found])
-    moved = np.array([one.moved for one in found], np.float64).reshape(shape)
-    variables["bytes_moved"] = Variable(moved, "byte", dims)
-    if all(len(one.plain) for one in found):
-        alone = pad_samples([one.plain for one in found], shape)
-        variables["mpi_samples"] = Variable(alone, "s", (*dims, "mpi_repetition"))
-        scales["mpi_repetition"] = range(alone.shape[-1])
-    return Measurements("collectives", settings, environs, scales, variables,
-                        [one.check for one in found])
+    record = Measurements("collectives", settings, environs, scales, variables,
+                          [one.check for one in found])
+    alone = [one.plain for one in found]
+    return add_numbers(record, {
+        "byte": {"bytes_moved": np.array([one.moved for one in found], float).reshape(shape)},
+        "s": {"mpi_samples": pad_samples(alone, shape)} if all(map(len, alone)) else {}})

@@ -24,10 +24,7 @@ from mm3d.arrays.products import matmul
 def thread_counts(asked: Sequence[int] | None) -> list[int]:
     """Return the numbers of BLAS threads to measure with: by default one, and that of the cores.
 
-    Raises
-    ------
-    UsageError
-        When BLAS uses fewer here.
+    Raises UsageError when BLAS uses fewer here.
     """
     threads = list(asked or sorted({1, granted_threads(launcher.cores())}))
     most = granted_threads(max(threads))
@@ -43,14 +40,10 @@ def measure_gemm(sizes: Sequence[int], dtypes: Sequence[str], threads: Sequence[
 
     Parameters
     ----------
-    sizes : sequence of int
-        Edges of the matrices.
     threads : sequence of int
         Numbers of BLAS threads; see `thread_counts`.
     seed : int
         The seed of the numbers in A and B, and of the order of the products.
-    progress : callable
-        Given a line now and then, as of `measure_in_random_order`.
 
     Returns
     -------

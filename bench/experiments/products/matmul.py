@@ -24,7 +24,8 @@ from bench.instruments.sampling import (SETTLE, Sample, compare_in_turns, measur
                                         repeat_calls, time_alone, time_side)
 from bench.instruments.timing import Limits, unwatched
 from bench.records.kinds.matmul import RATIOS
-from bench.records.measurements import Check, Measurements, Setting, Variable, grid_settings
+from bench.records.assembly import make_record
+from bench.records.measurements import Check, Measurements, Setting, grid_settings
 from mm3d import launcher
 from mm3d.arrays.backend import Array
 
@@ -76,23 +77,16 @@ def measure_product(problem: Problem, backward: bool, calls: int | None, limits:
         return None
     settings = {**product_settings(problem), "seed": seed, "ended_by": ended_by,
                 "calls": calls, **asdict(limits)}
-    return product_record(phases, times, np.array(everyone).T, settings, environs,
-                          checks + again)
+    return make_record("matmul", settings, environs, {
+        "s": {"times": times}, "1": {"words": np.array(everyone).T}}, checks + again)
 
 
 def verify_product(problem: Problem, phases: Sequence[str],
                    seed: int) -> tuple[dict[str, LocalProducts], list[int], list[Check]]:
     """Verify each phase once, and observe its local products.
 
-    Returns
-    -------
-    dict, list of int, list of Check
-        The local products by phase, this rank's words of each phase, and the checks.
-
-    Raises
-    ------
-    WrongResult
-        On all ranks, when C, dA or dB is wrong.
+    Returns the local products by phase, this rank's words of each phase, and the checks.  Raises
+    WrongResult on all ranks, when C, dA or dB is wrong.
     """
     replays, words, checks = {}, [], []
     for phase in phases:
@@ -184,13 +178,3 @@ def time_one_process(step: Callable[[], object], calls: int,
                 break
     time.sleep(SETTLE)
     return seconds
-
-
-def product_record(phases: tuple[str, ...], times: np.ndarray, words: np.ndarray, settings: dict,
-                   environs: dict, checks: list[Check]) -> Measurements:
-    """Make the record of the `times` of all phases, and of the words of all ranks."""
-    variables = {"times": Variable(times, "s", ("phase", "repetition", "kind", "rank", "edge")),
-                 "words": Variable(words, "1", ("phase", "rank"))}
-    scales = {"phase": phases, "repetition": range(times.shape[1]), "kind": KINDS,
-              "rank": range(times.shape[3]), "edge": ("begin", "end")}
-    return Measurements("matmul", settings, environs, scales, variables, checks)

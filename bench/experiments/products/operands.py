@@ -64,14 +64,8 @@ def plain_call(comm: Any, kind: str, length: int, dtype: str) -> Callable[[], ob
 
     Parameters
     ----------
-    comm : mpi4py.MPI.Intracomm
-        The ranks of a line.
     kind : str
         One of `mm3d.grid.axis.COLLECTIVES`.
-    length : int
-        Elements of the whole array.
-    dtype : str
-        Their type.
     """
     counts = block_lengths(length, comm.size)
     whole, other = np.zeros(length, dtype), np.zeros(length, dtype)
@@ -98,10 +92,7 @@ def transport_names(grid: Grid) -> str:
 def default_transport(comm) -> str:
     """Return the transport of collectives of all ranks of `comm`; "none" for one rank.
 
-    Raises
-    ------
-    UsageError
-        When the environment asks for a transport that is not possible.
+    Raises UsageError when the environment asks for a transport that is not possible.
     """
     with as_usage_error():
         grid = Grid(comm, "numpy", x=comm.size)

@@ -22,10 +22,7 @@ INSTALL = ("ScaLAPACK is not here: apt-get install libscalapack-mpich2.2 libopen
 def load_scalapack(find: Callable[[str], str | None] = find_library) -> ctypes.CDLL:
     """Load ScaLAPACK, which `find` finds, bound to the MPI library that mpi4py has loaded.
 
-    Raises
-    ------
-    UsageError
-        When none that fits the MPI library in use is installed.
+    Raises UsageError when none that fits the MPI library in use is installed.
     """
     loaded = re.findall(r"/\S*/libmpi\S*\.so\S*",
                         os.fsdecode(Path("/proc/self/maps").read_bytes()))
@@ -47,8 +44,6 @@ class Pgemm:
 
     Parameters
     ----------
-    comm : mpi4py.MPI.Intracomm
-        All ranks of the job.
     shape : tuple of int
         M, N, K: C is M x K, the sum has N terms.
     dtype : str

@@ -24,8 +24,6 @@ def product_grid(scheme: str, comm, sizes: Sequence[int] | GridShape | None = No
 
     Parameters
     ----------
-    scheme : str
-        The name of the scheme, such as "3d".
     sizes : sequence of int or GridShape, optional
         Sizes of the grid's directions; the scheme's own choice unless given.
 
@@ -53,8 +51,6 @@ class Problem:
 
     Parameters
     ----------
-    scheme, form : str
-        Such as "3d" and "ab".
     grid : Grid
         The ranks; see `product_grid`.
     shape : tuple of int

@@ -36,10 +36,6 @@ class ScalapackProducts:
         ScaLAPACK; see `load_libraries`.
     gemm : fortran_blas.FortranGemm
         The function that both sides multiply with.
-    comm : mpi4py.MPI.Intracomm
-        All ranks of the job.
-    shape : tuple of int
-        M, N, K.
     grid : tuple of int or None
         Sizes of the directions of the 3-D product; None for a cube.
     blocks : sequence of int
@@ -99,10 +95,7 @@ def load_libraries(comm, dtype: str, load: Callable[[], ctypes.CDLL] = load_scal
                    ) -> tuple[ctypes.CDLL, fortran_blas.FortranGemm]:
     """Load ScaLAPACK by `load`, and the function of its BLAS for `dtype`, on every rank.
 
-    Raises
-    ------
-    UsageError
-        On all ranks, when one has no ScaLAPACK, or its BLAS cannot be called.
+    Raises UsageError on all ranks, when one has no ScaLAPACK, or its BLAS cannot be called.
     """
     lib = make_on_each_rank(load, comm)
     return lib, make_on_each_rank(lambda: fortran_blas.FortranGemm(lib, dtype), comm)

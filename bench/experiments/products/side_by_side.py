@@ -16,7 +16,8 @@ from bench.instruments.clock import Clock
 from bench.instruments.sampling import (makespans_in_turns, measure_in_random_order,
                                         measured_environment)
 from bench.instruments.timing import Limits, unwatched
-from bench.records.measurements import Check, Measurements, Variable
+from bench.records.assembly import make_record
+from bench.records.measurements import Check, Measurements
 from mm3d.grid.shape import GridShape
 from mm3d.schemes.products_alone import algorithms_with_products
 from mm3d.tracing.dry_arrays import DryBackend
@@ -108,10 +109,6 @@ def measure_side_by_side(form: str, shape: tuple[int, int, int], dtype: str, com
 
     Parameters
     ----------
-    shape : tuple of int
-        M, N, K.
-    comm : mpi4py.MPI.Intracomm
-        The ranks; every one of them calls this.
     limits : Limits
         When to stop the rounds: after the seconds of one product times the number of products.
     seed : int
@@ -175,14 +172,11 @@ def measure_side_by_side(form: str, shape: tuple[int, int, int], dtype: str, com
                 "in_turns": True, **asdict(limits)}
     alone = [max(one.memory for one in count_dry(name, form, sizes, shape, dtype))
              for name, sizes in grids.items()]
-    variables = {"samples": Variable(np.array(samples), "s", ("scheme", "repetition")),
-                 "memory_alone": Variable(np.array(alone), "byte", ("scheme",))}
-    for name, values in zip((*COUNTS, "memory"), np.array(counted).transpose(2, 1, 0)):
-        variables[name] = Variable(values, "byte" if name == "memory" else "1", ("scheme", "rank"))
-    scales = {"scheme": list(grids), "rank": range(comm.size),
-              "repetition": range(len(samples[0]))}
-    return Measurements("products", settings, environs, scales, variables,
-                        [check for found in (*checks, *again) for check in found])
+    *counts, memory = np.array(counted).transpose(2, 1, 0)
+    return make_record("products", settings, environs, {
+        "s": {"samples": samples}, "byte": {"memory_alone": alone, "memory": memory},
+        "1": dict(zip(COUNTS, counts))},
+        [check for found in (*checks, *again) for check in found], scheme=list(grids))
 
 
 def _check(problem: Problem, seed: int, when: str = "") -> list[Check]:

@@ -12,7 +12,8 @@ from bench.cluster.spec import Cluster
 from bench.experiments.products import operands
 from bench.instruments.clock import Clock, time_on_all_ranks
 from bench.instruments.wire import WireRecorder
-from bench.records.measurements import Measurements, Variable
+from bench.records.assembly import add_numbers
+from bench.records.measurements import Measurements
 from mm3d.grid.axis import COLLECTIVES, Axis
 from mm3d.grid.split import Split
 from mm3d.transport.mpi import MpiTransport
@@ -33,8 +34,6 @@ def add_wire(record: Measurements | None, grid: mm3d.Grid, axes: Sequence[str], 
     record : Measurements or None
         Of "collectives" on rank 0, which is returned; as it is outside of an emulated cluster, and
         on one node.
-    grid : Grid
-        The ranks; every one of them calls this.
     axes : sequence of str
         Directions of two ranks or more.
     size : int
@@ -65,15 +64,12 @@ def add_wire(record: Measurements | None, grid: mm3d.Grid, axes: Sequence[str], 
                       for _ in range(ROUNDS)])
     if record is None:
         return None
-    shape, dims = (len(axes), len(COLLECTIVES)), ("axis", "collective", "round", "way")
-    taken = np.array(found).reshape(*shape, ROUNDS, len(WAYS), 3, nodes)
+    taken = np.array(found).reshape(len(axes), len(COLLECTIVES), ROUNDS, len(WAYS), 3, nodes)
     record.configuration["wire_size"] = size
-    record.scales.update(round=range(ROUNDS), way=WAYS, node=range(nodes))
-    record.raw.update(wire_received=Variable(taken[..., 0, :], "byte", (*dims, "node")),
-                      wire_sent=Variable(taken[..., 1, :], "byte", (*dims, "node")),
-                      wire_seconds=Variable(taken[..., 2, 0], "s", dims))
     record.checks.extend(checks)
-    return record
+    return add_numbers(record, {
+        "byte": {"wire_received": taken[..., 0, :], "wire_sent": taken[..., 1, :]},
+        "s": {"wire_seconds": taken[..., 2, 0]}})
 
 
 def _one_call(call: operands.CollectiveCall, grid: mm3d.Grid, recorder: WireRecorder,

@@ -21,13 +21,13 @@ from bench.instruments import host
 from bench.instruments.clock import Clock
 from bench.instruments.timing import time_phases
 from bench.instruments.waited_work import WorkClock
-from bench.records.measurements import Group, Measurements, Variable
+from bench.records.assembly import make_group
+from bench.records.measurements import Group, Measurements
 from mm3d.launcher import wait_patiently
 from mm3d.grid.shape import GridShape
 from mm3d.tracing.events import PHASES
 
 STEPS = 2    # without links and waits, after one that does not count
-KINDS = ("work", "links")    # of predicted seconds
 LEAST_LINK = 1e4    # bit/s, below which no link is slowed
 
 Change = Callable[[float | None], None]
@@ -78,11 +78,9 @@ class Dilated:
     @property
     def groups(self) -> dict[str, Group]:
         """The groups ``software`` and ``predicted`` of a run."""
-        seconds = np.array([self.predicted[phase] for phase in PHASES])
-        return {"software": Group({"phase": PHASES, "repetition": range(self.samples.shape[1])}, {
-                    "samples": Variable(self.samples, "s", ("phase", "repetition"))}),
-                "predicted": Group({"phase": PHASES, "kind": KINDS}, {
-                    "seconds": Variable(seconds, "s", ("phase", "kind"))})}
+        seconds = [self.predicted[phase] for phase in PHASES]
+        return {"software": make_group("model.software", {"s": {"samples": self.samples}}),
+                "predicted": make_group("model.predicted", {"s": {"seconds": seconds}})}
 
 
 def dilate(one: Case, model: Any, x: Any, dy: Any, order: str, dilation: Dilation) -> Dilated:
@@ -180,10 +178,7 @@ def dilation_factor(software: float, predicted: float, share: float,
 def set_links(link: float | None, comm: Any, change: Change) -> None:
     """Let rank 0 set the rate of all links, while the other ranks wait.
 
-    Raises
-    ------
-    Failed
-        On every rank, when it cannot.
+    Raises Failed on every rank, when it cannot.
     """
     comm.Barrier()
     problem = ""

@@ -28,12 +28,6 @@ def expected_words(scheme: str, grid: GridShape, sizes: ModelSizes, variant: Var
 
     Parameters
     ----------
-    grid : GridShape
-        The sizes of its directions.
-    variant : Variant
-        With the options of the scheme.
-    recompute : str
-        See `mm3d.Transformer`.
     directions : tuple of str, optional
         The directions of the result; those of a new record unless given.
 

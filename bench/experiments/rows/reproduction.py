@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
-from typing import Any, Callable, Iterable, Iterator, Protocol
+from typing import Any, Callable, Iterable, Iterator
 
 from bench.cases.case import Case
 from bench.cases.combined import TrainingCase
@@ -30,25 +30,13 @@ class Stopped(Exception):
         self.status = 128 + number
 
 
-class ShownProgress(Protocol):
-    """Show a user the progress of a reproduction."""
-
-    def say(self, line: str) -> None:
-        """Show a line of a job."""
-
-    def row(self, line: str) -> None:
-        """Show a line that ends a row; it begins with one of `OUTCOMES`."""
-
-
-def measure_cases(cases: list[Row], options: list[str], progress: ShownProgress) -> None:
+def measure_cases(cases: list[Row], options: list[str], progress: Any) -> None:
     """Measure `cases`, a job for each rank count.
 
     Parameters
     ----------
-    cases : list of Case, or of TrainingCase
-        The cases, in the order in which they are measured.
-    progress : ShownProgress
-        Is shown every line of the jobs.
+    progress
+        `say` is given every line of the jobs, but `row` those that end a row, see `OUTCOMES`.
 
     Raises
     ------
@@ -70,10 +58,7 @@ def measure_cases(cases: list[Row], options: list[str], progress: ShownProgress)
 def job_command(job: Iterable[Row], options: list[str]) -> list[str]:
     """Return the mpirun command line that measures the cases of `job`.
 
-    Raises
-    ------
-    UsageError
-        When there is no mpirun.
+    Raises UsageError when there is no mpirun.
     """
     job = list(job)
     names = ",".join(one.selector for one in job)
@@ -82,7 +67,7 @@ def job_command(job: Iterable[Row], options: list[str]) -> list[str]:
             job[0].ranks, sys.executable, "-m", "bench", *job[0].verb, names, *options)
 
 
-def measure_in_jobs(cases: list[Row], options: list[str], progress: ShownProgress,
+def measure_in_jobs(cases: list[Row], options: list[str], progress: Any,
                     make_command: Callable[..., list[str]] = job_command) -> None:
     """Measure `cases`, all of one rank count, in one job if it survives.
 
@@ -101,8 +86,7 @@ def measure_in_jobs(cases: list[Row], options: list[str], progress: ShownProgres
             jobs = [[one] for one in left[1:]] + jobs
 
 
-def run_job(job: list[Row], command: list[str], progress: ShownProgress,
-            pending: list[Row]) -> str:
+def run_job(job: list[Row], command: list[str], progress: Any, pending: list[Row]) -> str:
     """Measure the cases of `job` by `command`; return how it ended.
 
     Cases are removed from `pending` as the job reports them.

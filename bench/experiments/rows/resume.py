@@ -42,8 +42,6 @@ def begin_or_resume(log: Journal, names: Sequence[str], wanted: dict[str, Any],
     ----------
     log : Journal
         The journal of the folder of results, claimed.
-    names : sequence of str
-        The names of the rows that are asked for.
     wanted : dict
         All settings that rows must have in common to belong to one reproduction.
     order : int or None
@@ -114,10 +112,7 @@ def missing_rows(reproduction: Reproduction, folder: Path) -> list[str]:
 def is_measured(name: str, reproduction: Reproduction, folder: Path) -> bool:
     """Return True if the folder has a complete file of the row from this reproduction.
 
-    Raises
-    ------
-    Unreadable
-        When a file that may be the one cannot be read.
+    Raises Unreadable when a file that may be the one cannot be read.
     """
     unread = ""
     for path in run_file.list_files(folder, f"{name}-"):

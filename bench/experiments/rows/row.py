@@ -144,8 +144,6 @@ def time_and_trace(timed: TimedModel, settings: Settings) -> tuple[
 
     Returns
     -------
-    Step
-        The step.
     Measured or None
         Its times, on rank 0; None on the others.
     list of Span, Group or None
@@ -185,10 +183,7 @@ def verify_row(one: Case, scheme, model, y, dx, settings: Settings) -> list[Chec
     Where the preset has no serial model of the measured size, a smaller model is compared; the
     measured one is then left to `bench.checks.layer_residuals`.
 
-    Raises
-    ------
-    Failed
-        When a check does not pass.
+    Raises Failed when a check does not pass.
     """
     checked = model
     if one.verified != one.sizes:

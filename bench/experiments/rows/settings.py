@@ -132,10 +132,7 @@ def check_variant(variant: Variant, rows: Iterable[Row], library: backends.Backe
 def check_grids(cases: Sequence[Case], settings: Settings, comm) -> None:
     """Check before measuring that the grid fits at least one case; the others fail as rows.
 
-    Raises
-    ------
-    UsageError
-        The same on every rank, when it fits no case.
+    Raises UsageError, the same on every rank, when it fits no case.
     """
     problems: list[str] = []
     for one in cases:
@@ -151,10 +148,7 @@ def check_grids(cases: Sequence[Case], settings: Settings, comm) -> None:
 def choose_grid(one: Case, settings: Settings, comm) -> tuple[GridShape, str]:
     """Choose the shape of a case's grid, and the order of its directions over the nodes.
 
-    Raises
-    ------
-    ValueError
-        When they do not fit the scheme.
+    Raises ValueError when they do not fit the scheme.
     """
     kind = find_scheme(one.row.scheme)
     sizes = settings.grid(one) if settings.grid else kind.default_grid(comm.size)

@@ -25,7 +25,9 @@ from bench.instruments.clock import Clock
 from bench.instruments.sampling import measured_environment, take_samples, time_side
 from bench.instruments.timing import Limits, unwatched
 from bench.instruments.waited_work import WorkClock, waited_work
-from bench.records.measurements import Check, Measurements, Variable
+from bench.records import assembly
+from bench.records.assembly import add_numbers
+from bench.records.measurements import Check, Measurements
 from mm3d import launcher
 from mm3d.config import OF_MESH, Config, Division
 from mm3d.launcher import wait_patiently
@@ -73,16 +75,9 @@ def measure_training(one: TrainingCase, settings: TrainingSettings,
                      comm: Any) -> Measurements | None:
     """Verify and measure a row; every rank of `comm`, as many as it has, calls this.
 
-    Returns
-    -------
-    Measurements or None
-        A record of kind "combined" on rank 0; None on the others.
-
-    Raises
-    ------
-    Failed
-        On every rank, when the ranks cannot be divided so, the losses or gradients differ from
-        the serial scheme's, or a step moves other words or waits other seconds than its dry run.
+    Returns a record of kind "combined" on rank 0; None on the others.  Raises Failed on every
+    rank, when the ranks cannot be divided so, the losses or gradients differ from the serial
+    scheme's, or a step moves other words or waits other seconds than its dry run.
     """
     predicted = settings.predict(one.measured, comm.size) if comm.rank == 0 else {}
     wait_patiently(comm)
@@ -110,15 +105,8 @@ def built(config: Config, settings: TrainingSettings, comm: Any) -> Iterator[mm3
 def verify(model: mm3d.GPT, config: Config) -> list[Check]:
     """Compare two losses, with a step between them, and all gradients with the serial scheme's.
 
-    Returns
-    -------
-    list of Check
-        The same on every rank, all passed.
-
-    Raises
-    ------
-    Failed
-        On every rank, when one did not pass.
+    Returns the checks, the same on every rank, all passed.  Raises Failed on every
+    rank, when one did not pass.
     """
     comm = model.comm
     found = losses_and_gradients(TimedTraining(model))
@@ -198,11 +186,8 @@ def time_training(one: TrainingCase, settings: TrainingSettings, training: Timed
         return None
     note_dilation(record, factor, settings.dilation)
     record.configuration.update(settings.work.settings)
-    record.scales["alone"] = range(software.shape[1])
-    record.raw["software"] = Variable(software[0], "s", ("alone",))
-    for name, values in zip(("modelled", "slept", "overlapped"), np.array(everyone).T):
-        record.raw[name] = Variable(values, "s", ("rank",))
-    return record
+    waits = zip(("modelled", "slept", "overlapped"), np.array(everyone).T)
+    return add_numbers(record, {"s": {"software": software[0], **dict(waits)}})
 
 
 def time_computing(one: TrainingCase, settings: TrainingSettings, training: TimedTraining,
@@ -242,16 +227,14 @@ def make_record(one: TrainingCase, settings: TrainingSettings, training: TimedTr
         return None
     configuration = one.settings | asdict(settings.limits) | {
         "order": settings.order, "ended_by": ended_by}
-    variables = {"samples": Variable(np.array(seconds), "s", ("repetition",)),
-                 "words": Variable(np.array(words, float), "1", ("rank",))}
-    scales: dict[str, Any] = {"repetition": range(len(seconds)), "rank": range(comm.size)}
+    taken: dict[str, Any] = {"samples": seconds}
     if predicted:
-        variables["predicted"] = Variable(np.array(list(predicted.values())), "s", ("part",))
-        scales["part"] = list(predicted)
+        taken["predicted"] = list(predicted.values())
     if settings.work is None:
         configuration |= {"predicted_by": settings.predicted_by,
                           "unpredicted": settings.unpredicted}
-    return Measurements(KIND, configuration, environment, scales, variables, checks)
+    return assembly.make_record(KIND, configuration, environment, {
+        "s": taken, "1": {"words": np.array(words, float)}}, checks)
 
 
 def trace_rank(config: Config, comm: Any, block: int) -> Trace:

@@ -14,7 +14,8 @@ from bench.errors import Failed
 from bench.experiments.rows.dilation import Dilated, dilate
 from bench.experiments.rows.settings import ModelledWork, Settings
 from bench.instruments.waited_work import WorkClock, waited_work
-from bench.records.measurements import Group, Variable
+from bench.records.assembly import make_group
+from bench.records.measurements import Group
 from mm3d.tracing import dry_run
 from mm3d.tracing.events import PHASES
 from mm3d.tracing.trace import Trace
@@ -135,6 +136,4 @@ def waits_group(comm, modelled: list[float], counted: list[float],
         return None
     columns = np.array(everyone).transpose(1, 2, 0)    # kinds of seconds, phases, ranks
     names = ("modelled", "counted", "slept", "overlapped")
-    return Group({"phase": PHASES, "rank": range(comm.size)},
-                 {name: Variable(values, "s", ("phase", "rank"))
-                  for name, values in zip(names, columns)})
+    return make_group("model.waits", {"s": dict(zip(names, columns))})

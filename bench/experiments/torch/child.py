@@ -104,10 +104,7 @@ class TorchProcesses:
     def answer(self, *words: str) -> dict[str, Any]:
         """Have this rank's process alone do something; return its answer, {} without a process.
 
-        Raises
-        ------
-        UsageError
-            On this rank, when the process has ended, such as for want of memory.
+        Raises UsageError on this rank, when the process has ended, such as for want of memory.
         """
         if not self._process:
             return {}
@@ -129,10 +126,7 @@ class TorchProcesses:
     def ask(self, *words: str, settle: float = 0.0) -> dict[str, Any]:
         """Have all processes do something as `answer`, then sleep some seconds where one has.
 
-        Raises
-        ------
-        UsageError
-            On all ranks, when a process has ended.
+        Raises UsageError on all ranks, when a process has ended.
         """
         found, problem = {}, None
         try:

@@ -123,8 +123,6 @@ class ColossalLayer:
 
     Parameters
     ----------
-    torch : module
-        The library.
     case : dict
         "heads", "dtype", and "rank" and "ranks".
     arrays : dict of str to ndarray

@@ -17,14 +17,14 @@ from bench.experiments.torch.child import TorchProcesses
 from bench.experiments.torch.serve import Product, product_seconds
 from bench.instruments.sampling import compare_in_turns, time_alone
 from bench.instruments.timing import Limits
-from bench.records.measurements import Measurements, Variable
+from bench.records.assembly import add_numbers
+from bench.records.measurements import Measurements
 from mm3d.arrays.backend import Backend
 from mm3d.grid.grid import Grid
 from mm3d.tracing.observe import observed
 
 LIMITS = Limits(5, 15, 10.0)
 SIDES = ("mm3d", "PyTorch")
-SCALES = ("product_side", "product_round")
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,9 @@ class Kernels:
 
 def add_kernels(record: Measurements, kernels: Kernels | None, torch_flops: float) -> Measurements:
     """Add measured kernels to a record, if any, with the `torch_flops` of PyTorch's step."""
-    if kernels:
-        record.scales.update(zip(SCALES, (SIDES, range(kernels.samples.shape[1]))))
-        record.raw.update({
-            "product_samples": Variable(kernels.samples, "s", SCALES),
-            "product_flops": Variable(np.array(kernels.flops), "1", ()),
-            "torch_flops": Variable(np.array(float(torch_flops)), "1", ()),
-            "torch_cores": Variable(np.array(kernels.cores), "1", ())})
-    return record
+    return add_numbers(record, {"s": {"product_samples": kernels.samples}, "1": {
+        "product_flops": kernels.flops, "torch_flops": float(torch_flops),
+        "torch_cores": kernels.cores}}) if kernels else record
 
 
 def observe_products(step: Callable[[], Any], grid: Grid) -> list[Product]:

@@ -84,8 +84,6 @@ class Experts:
 
     Parameters
     ----------
-    torch : module
-        PyTorch.
     routing : dict
         See `bench.experiments.experts.problem.routing_settings`.
 

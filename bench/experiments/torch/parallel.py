@@ -82,8 +82,6 @@ class ParallelTraining:
 
     Parameters
     ----------
-    torch : module
-        The library.
     case : dict
         Sizes, the optimizer, "kind", one of `KINDS`, and "rank" and "ranks".
     arrays : dict of str to ndarray

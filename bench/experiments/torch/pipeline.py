@@ -139,8 +139,6 @@ class Stages:
 
     Parameters
     ----------
-    torch : module
-        The library.
     case : dict
         The schedule, its stages and their layers, sizes, waits, and "rank".
     arrays : dict of str to ndarray

@@ -19,7 +19,8 @@ from bench.experiments.training.timed_step import OPTIMIZER, PARTS, TimedTrainin
 from bench.instruments.clock import Clock
 from bench.instruments.sampling import compare_in_turns, measured_environment, time_side
 from bench.instruments.timing import Limits
-from bench.records.measurements import Check, Measurements, Variable
+from bench.records.assembly import make_record
+from bench.records.measurements import Check, Measurements
 from mm3d.config import Model
 from mm3d.launcher import wait_patiently
 
@@ -110,8 +111,9 @@ def measure_beside(subject: TimedTraining, python: str | None, kinds: Sequence[s
     times = np.array([[one.times for one in samples] for samples in found.values()])
     settings = {**step_settings(subject), "ended_by": ended_by, **asdict(limits),
                 "torch": "; ".join(about) or "none"}
-    record = step_record(list(found), times.swapaxes(0, 1), losses, np.array(parts),
-                         settings, environs, checks)
+    record = make_record(KIND, settings, environs, {
+        "s": {"times": times.swapaxes(0, 1), "part_seconds": parts}, "1": {"loss": losses}},
+        checks, side=list(found), part=PARTS)
     return add_kernels(record, kernels, step_flops(
         case.batch * case.seq, case.layers, case.hidden, case.seq, case.vocab, causal=True))
 
@@ -156,17 +158,3 @@ def compare_losses(numbers: Sequence[float], sides: Sequence[str], what: str,
     """Compare the numbers of all sides with mm3d's."""
     return [Check(f"{what}, {side}", abs(number - numbers[0]) / abs(numbers[0]), tolerance)
             for side, number in zip(sides[1:], numbers[1:], strict=True)]
-
-
-def step_record(sides: Sequence[str], times: np.ndarray, losses: np.ndarray,
-                parts: np.ndarray, settings: dict, environs: dict,
-                checks: list[Check]) -> Measurements:
-    """Make the record."""
-    variables = {
-        "times": Variable(times, "s", ("repetition", "side", "rank", "edge")),
-        "loss": Variable(losses, "1", ("repetition", "side")),
-        "part_seconds": Variable(parts, "s", ("rank", "traced", "part"))}
-    scales = {"repetition": range(len(times)), "side": sides, "rank": range(times.shape[2]),
-              "edge": ("begin", "end"), "traced": range(parts.shape[1]),
-              "part": PARTS}
-    return Measurements(KIND, settings, environs, scales, variables, checks)

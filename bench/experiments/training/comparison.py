@@ -14,7 +14,8 @@ from bench.experiments.training.text import Text
 from bench.instruments.sampling import measured_environment
 from bench.instruments.timing import unwatched
 from bench.records.kinds.training_meshes import ROUTED
-from bench.records.measurements import Check, Measurements, Variable
+from bench.records.assembly import make_record
+from bench.records.measurements import Check, Measurements
 from mm3d.arrays import backend as backends
 from mm3d.config import Config
 from mm3d.launcher import wait_patiently
@@ -217,14 +218,10 @@ def comparison_record(plan: Plan, text: Text, cases: list[MeshCase],
             bitwise[number] = found[case].equals(found[reference(case)])
             checks.append(Check(f"bits of {case.name} as of {reference(case).name}",
                                 1 - bitwise[number], 0.0))
-    variables = {
-        "loss": Variable(np.array([found[case].losses for case in cases]), "1", ("mesh", "step")),
-        "ranks": Variable(np.array([case.ranks for case in cases]), "1", ("mesh",)),
-        "bitwise": Variable(bitwise, "1", ("mesh",)),
-        **{f"{name}_difference": Variable(
-            np.array([differences[case][name] for case in cases]), "1", ("mesh",))
-           for name in COMPARED[1:]}}
-    scales = {"mesh": [case.name for case in cases], "step": range(plan.steps)}
+    numbers = {"loss": [found[case].losses for case in cases],
+               "ranks": [case.ranks for case in cases], "bitwise": bitwise,
+               **{f"{name}_difference": [differences[case][name] for case in cases]
+                  for name in COMPARED[1:]}}
     settings = {**plan.settings(), "text": text.name, "text_digest": text.digest,
                 "equal_to": "; ".join(reference(case).name for case in cases),
                 "one_rank": "; ".join(one_rank(case).name for case in cases)}
@@ -232,9 +229,9 @@ def comparison_record(plan: Plan, text: Text, cases: list[MeshCase],
         routed = {case: found[case].routing_differences(found[one_rank(case)]) for case in cases}
         checks += [Check(f"experts {name} by {case.name}", float(routed[case][name]), 0.0)
                    for case in compared for name in ROUTED]
-        variables |= {f"{name}_difference": Variable(
-            np.array([routed[case][name] for case in cases]), "1", ("mesh",)) for name in ROUTED}
-        variables["dropped_share"] = Variable(np.array([
-            found[case].dropped.sum() / found[case].chosen.sum() for case in cases]), "1",
-            ("mesh",))
-    return Measurements(KIND, settings, environs, scales, variables, checks)
+        numbers |= {f"{name}_difference": [routed[case][name] for case in cases]
+                    for name in ROUTED}
+        numbers["dropped_share"] = [found[case].dropped.sum() / found[case].chosen.sum()
+                                    for case in cases]
+    return make_record(KIND, settings, environs, {"1": numbers}, checks,
+                       mesh=[case.name for case in cases])

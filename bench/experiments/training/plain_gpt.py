@@ -189,8 +189,6 @@ def write_sample(state: State, model: Model, length: int) -> bytes:
 
     Parameters
     ----------
-    state : mapping
-        Global parameters by name.
     model : Model
         What it is of; its experts are never full.
     """

@@ -11,7 +11,8 @@ from bench.experiments.training.plan import Plan, make_optimizer
 from bench.experiments.training.torch_training import TorchTraining, products_flops
 from bench.experiments.training.trainer import Course, TrainingEnd, Training
 from bench.instruments.sampling import measured_environment
-from bench.records.measurements import Check, Measurements, Setting, Variable, grid_settings
+from bench.records.assembly import make_record
+from bench.records.measurements import Check, Measurements, Setting, grid_settings
 from mm3d.arrays.backend import Backend
 from mm3d.config import Config, Division
 from mm3d.tracing import dry_run
@@ -41,29 +42,28 @@ def training_record(training: Training, course: Course, outcome: TrainingEnd,
         return None
     history, steps = outcome.history, sorted(outcome.history.losses)
     validated = sorted(history.validation)
-    seconds = np.array([history.seconds[n] for n in steps])
-    variables = {
-        "loss": Variable(np.array([history.losses[n] for n in steps]), "1", ("step",)),
-        "learning_rate": Variable(np.array([plan.rate(n) for n in steps]), "1", ("step",)),
-        "step_seconds": Variable(seconds, "s", ("step",)),
-        "validation_loss": Variable(
-            np.array([history.validation[n] for n in validated]), "1", ("validated",)),
-        **{name: Variable(np.array(values, float), "byte", ("rank",)) for name, values in zip(
-            ("peak_bytes", "expected_peak_bytes"), zip(*memory))}}
+    peaks, expected = np.array(memory, float).T
+    plain = {"loss": [history.losses[n] for n in steps],
+             "learning_rate": [plan.rate(n) for n in steps],
+             "validation_loss": [history.validation[n] for n in validated]}
+    seconds = {"step_seconds": [history.seconds[n] for n in steps]}
     if history.entropy:
-        variables |= {name: Variable(np.array([found.get(n, np.nan) for n in steps]), "1",
-                                     ("step",))
-                      for name, found in (("entropy", history.entropy),
-                                          ("dropped_share", history.dropped))}
+        plain |= {name: [found.get(n, np.nan) for n in steps] for name, found in (
+            ("entropy", history.entropy), ("dropped_share", history.dropped))}
     checks = list(outcome.checks)
     settings = training_settings(training, course, outcome)
     if beside is not None:
-        variables |= beside_variables(beside.history, steps, validated)
-        checks += beside_checks(history, beside.history)
+        other = beside.history
+        plain |= {"torch_loss": [other.losses.get(n, np.nan) for n in steps],
+                  "torch_validation_loss": [other.validation.get(n, np.nan) for n in validated]}
+        seconds["torch_step_seconds"] = [other.seconds.get(n, np.nan) for n in steps]
+        checks += beside_checks(history, other)
         settings["torch"] = beside.about
-    scales = {"step": steps, "validated": validated, "rank": range(training.comm.size)}
-    return add_kernels(Measurements(KIND, settings, environs, scales, variables, checks),
-                       beside and beside.kernels, products_flops(plan))
+    record = make_record(
+        KIND, settings, environs, {"1": plain, "s": seconds, "byte": {
+            "peak_bytes": peaks, "expected_peak_bytes": expected}}, checks,
+        step=steps, validated=validated)
+    return add_kernels(record, beside and beside.kernels, products_flops(plan))
 
 
 def training_settings(training: Training, course: Course,
@@ -105,17 +105,6 @@ def expected_peak_bytes(plan: Plan, division: Division, ranks: int, rank: int) -
     return dry_run.trace(
         lambda comm, backend: GPT(Config(plan, division).on(backend), comm),
         ranks, rank, Backend.block, step).pool_peak
-
-
-def beside_variables(beside: History, steps: list[int],
-                     validated: list[int]) -> dict[str, Variable]:
-    """Return the numbers of the training by PyTorch, at the same steps."""
-    def numbers(found: dict[int, float], at: list[int]) -> np.ndarray:
-        return np.array([found.get(n, np.nan) for n in at])
-    return {"torch_loss": Variable(numbers(beside.losses, steps), "1", ("step",)),
-            "torch_step_seconds": Variable(numbers(beside.seconds, steps), "s", ("step",)),
-            "torch_validation_loss": Variable(numbers(beside.validation, validated), "1",
-                                              ("validated",))}
 
 
 def beside_checks(own: History, other: History) -> list[Check]:

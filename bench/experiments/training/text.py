@@ -75,10 +75,7 @@ def _windows(text: np.ndarray, starts: np.ndarray, seq: int) -> Batch:
 def read_text(path: str | None = None) -> Text:
     """Read the bytes of a file, or without one the text that comes with every Python.
 
-    Raises
-    ------
-    UsageError
-        When the file cannot be read.
+    Raises UsageError when the file cannot be read.
     """
     if path is None:
         from pydoc_data.topics import topics
@@ -98,10 +95,7 @@ def read_text(path: str | None = None) -> Text:
 def share_text(path: str | None, batch: int, seq: int, comm) -> Text:
     """Read a text on rank 0 and return it on every rank; errors as those of `read_text`.
 
-    Raises
-    ------
-    UsageError
-        On every rank alike, also when it is too short for batches of this size.
+    Raises UsageError on every rank alike, also when it is too short for batches of this size.
     """
     def checked() -> Text:
         text = read_text(path)

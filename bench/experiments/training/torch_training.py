@@ -56,10 +56,6 @@ def train_by_torch(python: str, plan: Plan, text: Text, state: State, steps: int
 
     Parameters
     ----------
-    state : mapping
-        The initial parameters by name.
-    steps : int
-        How many steps to train.
     validated : iterable of int
         After how many steps to validate.
     report : callable

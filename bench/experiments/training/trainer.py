@@ -76,17 +76,7 @@ class TrainingEnd:
 class Training:
     """A model, its optimizer and its text on the ranks of a communicator.
 
-    Parameters
-    ----------
-    comm : mpi4py.MPI.Intracomm
-        The ranks; each creates it.
-    text : Text
-        The same on every rank.
-
-    Raises
-    ------
-    UsageError
-        On every rank alike, for what cannot be trained so.
+    Raises UsageError on every rank alike, for what cannot be trained so.
     """
 
     def __init__(self, comm: Any, plan: Plan, division: Division, text: Text) -> None:
@@ -107,11 +97,8 @@ class Training:
     def step(self, step: int) -> float:
         """Train one step; return the loss before it.
 
-        Raises
-        ------
-        FloatingPointError
-            On every rank alike, when loss or gradients are not finite; but loss scaling skips such
-            steps.
+        Raises FloatingPointError on every rank alike, when loss or gradients are not finite; but
+        loss scaling skips such steps.
         """
         self.model.dropout_step = step
         loss = self.model.step(*self.batch(step))
@@ -164,12 +151,10 @@ def train(training: Training, course: Course,
           report: Callable[[int, History], None] = lambda step, history: None) -> TrainingEnd:
     """Train from the newest checkpoint, or from the start, until all steps are done or it stops.
 
+    Every rank calls this.
+
     Parameters
     ----------
-    training : Training
-        The training; every rank calls this.
-    course : Course
-        When to validate, to keep a checkpoint, and to stop.
     report : callable
         Called on rank 0 after each step and each validation, with the number of steps done.
 
@@ -252,10 +237,7 @@ def open_history(training: Training, course: Course) -> HistoryFile | None:
 def restore_newest(training: Training, course: Course) -> int:
     """Restore the newest checkpoint, if there is one; return the number of steps done.
 
-    Raises
-    ------
-    StoreError
-        On every rank alike, when it is damaged, or of another model.
+    Raises StoreError on every rank alike, when it is damaged, or of another model.
     """
     if course.checkpoints is None:
         return 0
@@ -299,10 +281,7 @@ def is_due(done: int, steps: int, every: int) -> bool:
 def timed_step(training: Training, step: int, stop: Stop) -> tuple[float, float, str]:
     """Train one step; return loss, seconds of the slowest rank, and why to stop if at all.
 
-    Raises
-    ------
-    WrongResult
-        On every rank alike, when loss or gradients are not finite.
+    Raises WrongResult on every rank alike, when loss or gradients are not finite.
     """
     training.backend.reset_peak()
     start = time.perf_counter()

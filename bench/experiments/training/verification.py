@@ -26,15 +26,8 @@ def verify(model: Any, batch: Batch, plan: Model, comm: Any) -> list[Check]:
     cannot see a missing part, which is then missing on both sides.  The second sees it, unless it
     is smaller than the tolerance beside the whole.
 
-    Returns
-    -------
-    list of Check
-        The same on every rank.
-
-    Raises
-    ------
-    WrongResult
-        On every rank, when one differs by more than its tolerance.
+    Returns the checks, the same on every rank.  Raises WrongResult on every rank,
+    when one differs by more than its tolerance.
     """
     state = model.state()
     loss = model.step(*batch)

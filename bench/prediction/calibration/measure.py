@@ -107,10 +107,6 @@ def measure_samples(comm, progress: whole_steps.Progress = lambda line: None,
 
     Parameters
     ----------
-    comm : mpi4py.MPI.Intracomm
-        All ranks; each of them calls this.
-    progress : callable, optional
-        Is given a line on what was done, on every rank.
     extent : Extent, optional
         How much is measured; by default what `choose_extent` chooses.
 
@@ -171,10 +167,7 @@ def find_cluster(nodes: Sequence[int], cluster: Cluster | None) -> Cluster | Non
 
     `nodes` are those of each rank, numbered in the order of ranks.
 
-    Raises
-    ------
-    UsageError
-        When the nodes are others, or have not equally many ranks.
+    Raises UsageError when the nodes are others, or have not equally many ranks.
     """
     ranks, per_node = len(nodes), nodes.count(0)
     if per_node == ranks:
@@ -190,10 +183,7 @@ def find_cluster(nodes: Sequence[int], cluster: Cluster | None) -> Cluster | Non
 def check_memory(ranks: int, memory: int | None) -> int:
     """Return the bytes of this machine's memory.
 
-    Raises
-    ------
-    UsageError
-        When they are unknown, or too few for the ranks.
+    Raises UsageError when they are unknown, or too few for the ranks.
     """
     if memory is None:
         raise UsageError("/proc/meminfo does not say how much memory there is")

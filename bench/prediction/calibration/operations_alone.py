@@ -111,10 +111,7 @@ def measure_products(comm, take: Take, dtype: str, shapes: Iterable[tuple] = SHA
 def list_passes(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> dict[str, tuple]:
     """List elementwise operations of the model on `a` and `b`, all of whose elements are `FILL`.
 
-    Returns
-    -------
-    dict of str to tuple
-        By name: the call, the elements read and written, the result, and its expected value.
+    Returns by name the call, the elements read and written, the result, and its expected value.
     """
     n, width = a.size, min(ROW, a.size)
     u, v = a.reshape(-1, width), b.reshape(-1, width)

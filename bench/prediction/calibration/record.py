@@ -8,7 +8,8 @@ import numpy as np
 from bench.errors import StoreError
 from bench.instruments import sampling
 from bench.prediction.work import Work
-from bench.records.measurements import Check, Measurements, Setting, Variable
+from bench.records import assembly
+from bench.records.measurements import Check, Measurements, Setting
 from bench.records.run_file import read_run
 
 KIND = "calibration"
@@ -61,24 +62,17 @@ def make_record(operations: Mapping[Point, Sequence[float]], works: Sequence[Wor
     """
     rows = [*map(list, operations.values()), *steps.T.tolist()]
     samples = sampling.pad_samples(rows, (len(rows),))
-    return Measurements(
+    return assembly.make_record(
         KIND, dict(configuration), dict(environment),
-        {"operation": list(map(label_operation, operations)),
-         "work": [work.label for work in works],
-         "repetition": range(samples.shape[1])},
-        {"operation_seconds": Variable(samples[:len(operations)], "s",
-                                       ("operation", "repetition")),
-         "step_seconds": Variable(samples[len(operations):], "s", ("work", "repetition"))},
-        checks)
+        {"s": {"operation_seconds": samples[:len(operations)],
+               "step_seconds": samples[len(operations):]}}, checks,
+        operation=list(map(label_operation, operations)), work=[work.label for work in works])
 
 
 def read_calibration(path: str | Path) -> Measurements:
     """Read the record of a calibration.
 
-    Raises
-    ------
-    StoreError
-        When the file cannot be read, or is no such record.
+    Raises StoreError when the file cannot be read, or is no such record.
     """
     record = read_run(path)
     if record.kind != KIND:

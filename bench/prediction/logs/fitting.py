@@ -78,10 +78,8 @@ class LinkFit:
 def read_logs(files: Sequence[LogFile]) -> Logs:
     """Read all files.
 
-    Raises
-    ------
-    UsageError
-        When one cannot be read, or no line of them can be used; the message has their problems.
+    Raises UsageError when one cannot be read, or no line of them can be used; the message has
+    their problems.
     """
     series: list[Series] = []
     products: dict[str, dict[Shape, float]] = {}
@@ -162,8 +160,6 @@ def make_tree(name: str, logs: Logs, links: Sequence[LinkFit], rates: dict[str, 
 
     Parameters
     ----------
-    logs, links, rates
-        What was read and fitted.
     base : Machine or None
         A machine whose figures stand for what logs do not say.
 

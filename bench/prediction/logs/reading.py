@@ -65,8 +65,6 @@ class Series:
         The file's name, the program, and a collective, `MESSAGE` or `STREAM`.
     link : str
         "node" or "network".
-    ranks : int
-        Number of ranks.
     points : tuple of (float, float)
         Bytes of the whole array, and seconds.
     """

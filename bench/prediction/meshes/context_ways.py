@@ -56,8 +56,6 @@ class Place:
         Positions, ranks of the context, and ranks of a grid.
     words : float
         Of a rank along the context in closed form, the mean of all.
-    ways : dict of str to Way
-        By `WAYS`.
     """
 
     seq: int
@@ -73,10 +71,7 @@ def list_places(asked: Training, contexts: Sequence[int], lengths: Sequence[int]
 
     Of `asked` its GPUs, batch and sequences do not count.
 
-    Raises
-    ------
-    ValueError
-        When sequences, heads or features cannot be divided so.
+    Raises ValueError when sequences, heads or features cannot be divided so.
     """
     for places in dict.fromkeys((1, asked.machine.ranks_per_node)):
         for seq in lengths:

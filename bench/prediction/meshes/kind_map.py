@@ -48,8 +48,6 @@ class Place:
 
     Attributes
     ----------
-    gpus : int
-        The number of GPUs.
     rate : float
         Bytes a second between nodes, in one direction, of a node.
     best : dict of str to Best
@@ -78,10 +76,7 @@ def map_kinds(asked: Training, gpus: Sequence[int], rates: Sequence[float],
 
     `asked` is on any number of GPUs.
 
-    Raises
-    ------
-    UsageError
-        When no plan of any kind fits anywhere.
+    Raises UsageError when no plan of any kind fits anywhere.
     """
     fits, problems, layers = False, [], Layers(asked)
     for number in gpus:

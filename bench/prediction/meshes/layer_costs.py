@@ -84,8 +84,6 @@ class SchemeOnGrid:
 
     Attributes
     ----------
-    name : str
-        The name of the scheme.
     printed : Printed or None
         Its costs in print, if there are any.
     """
@@ -105,8 +103,6 @@ def choose_grids(ranks: int, schemes: Iterable[tuple[str, dict[str, Any], Printe
 
     Parameters
     ----------
-    ranks : int
-        Number of ranks.
     schemes : iterable of (str, dict, Printed or None)
         Name, options and costs in print of each.
 
@@ -133,8 +129,6 @@ class Costs:
 
     Attributes
     ----------
-    chosen : SchemeOnGrid
-        The scheme, on its grid.
     counted : dict of str to float or ndarray
         Each of `COSTS` on rank 0, or of `COUNTS` on every rank.
     printed : dict of str to float
@@ -162,10 +156,7 @@ class Costs:
 def list_costs(ranks: int, sizes: ModelSizes) -> tuple[list[Costs], list[str]]:
     """Count the pair of layers in each scheme with printed costs, on its own grid.
 
-    Returns
-    -------
-    list of Costs, list of str
-        The costs, and why a scheme has no grid of `ranks` ranks.
+    Returns the costs, and why a scheme has no grid of `ranks` ranks.
     """
     M, h, wide = sizes.tokens, sizes.hidden, sizes.inner
     chosen, missing = choose_grids(ranks, PRINTED)
@@ -220,10 +211,7 @@ def count_pair(name: str, grid: GridShape, sizes: ModelSizes,
 def list_layer_costs(ranks: int, sizes: ModelSizes) -> tuple[list[Costs], list[str]]:
     """Count a Transformer layer on every rank, in each scheme on its own grid.
 
-    Returns
-    -------
-    list of Costs, list of str
-        The costs, and the reasons why schemes are left out.
+    Returns the costs, and the reasons why schemes are left out.
     """
     if ranks > MOST_RANKS:
         return [], [f"a Transformer layer, of which every rank is traced: {ranks} ranks are more "

@@ -88,12 +88,8 @@ class Tested:
 
     Attributes
     ----------
-    rule : Rule
-        The rule.
     by : str
         What chose it, such as "TP 2, plain".
-    training : Training
-        What is trained.
     plan : TrainingPlan or None
         The plan, which may not fit; None if there is none.
     problem : str
@@ -123,10 +119,7 @@ class BestOnly(Search):
 def load_rules(name: str) -> Rules:
     """Read rules: supplied ones, or a TOML file.
 
-    Raises
-    ------
-    UsageError
-        When there is no such file, or it describes no rules.
+    Raises UsageError when there is no such file, or it describes no rules.
     """
     found = read_described("rule", name, Rules, lambda tree: msgspec.convert(tree, Rules))
     for rule in found.rules:

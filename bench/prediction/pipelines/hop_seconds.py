@@ -28,14 +28,10 @@ def stage_moves(scheme: str, source: GridShape, target: GridShape, shape: Shape,
 
     Parameters
     ----------
-    scheme : str
-        The parallelism of both stages.
     source, target : GridShape
         Their grids, with as many ranks.
     shape : tuple of int
         Global shape of the activations of a micro-batch.
-    options : mapping
-        Options of the scheme.
 
     Returns
     -------
@@ -61,18 +57,12 @@ def place_moves(moves: Moves, size: int, mesh: GridShape, inside: str, per_node:
 
     Parameters
     ----------
-    moves : Moves
-        The result of `stage_moves`.
-    size : int
-        Bytes of a word.
     mesh : GridShape
         As of `bench.prediction.pipelines.pipeline_model.PipelineModel.mesh`.
     inside : str
         The direction whose ranks follow each other on the nodes; "" for the order of the mesh.
         Where replicas are the slowest, their moves repeat beyond `per_node` + 1 of them, and the
         others are left out.
-    per_node : int
-        Ranks of a node.
     hop : (int, int)
         The stages of the mesh that send and receive.
     """
@@ -90,16 +80,12 @@ def place_moves(moves: Moves, size: int, mesh: GridShape, inside: str, per_node:
 
 def seconds_of_moves(machine: Machine, senders: np.ndarray, receivers: np.ndarray,
                      sizes: np.ndarray) -> tuple[float, str]:
-    """Predict the seconds of simultaneous messages; return also the level of their links.
+    """Predict the seconds of simultaneous messages of so many bytes, and the level of their links.
 
     Parameters
     ----------
     machine : Machine
         Its nodes hold consecutive ranks.
-    senders, receivers : array of int
-        The two ranks of each message.
-    sizes : array
-        The bytes of each message.
 
     Returns
     -------

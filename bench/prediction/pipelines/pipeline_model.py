@@ -105,8 +105,6 @@ class PipelineModel(Replicas):
     stack : Stack
         The whole model, with the sequences of all micro-batches of a replica.  Its experts all get
         equally many tokens.
-    options : tuple of (str, object)
-        Options of the scheme.
     vocab : int
         Number of tokens of a `mm3d.GPT`; 0 for the layers alone.
     tied : bool
@@ -128,10 +126,7 @@ class PipelineModel(Replicas):
     def of(cls, config: Config, ranks: int = 0) -> Self:
         """Return a training to predict, which has a grid, or so many ranks.
 
-        Raises
-        ------
-        ValueError
-            When there is no such schedule, or the scheme has no such grid.
+        Raises ValueError when there is no such schedule, or the scheme has no such grid.
         """
         model, how = config.model, config.division
         kind = find_scheme(how.scheme)
@@ -205,10 +200,7 @@ class PipelineModel(Replicas):
     def parts(self) -> list[range]:
         """Return the layers of each stage.
 
-        Raises
-        ------
-        ValueError
-            When the model cannot be divided so, or its experts cannot be predicted.
+        Raises ValueError when the model cannot be divided so, or its experts cannot be predicted.
         """
         check_context(self.context, self.stack, self.context_way)
         found = divide_layers(self.schedule, self.schedule.ranks, self.sizes,

@@ -107,8 +107,6 @@ def predict_pipeline(model: PipelineModel, machine: Machine, repeats: bool = Fal
 
     Parameters
     ----------
-    model, machine
-        The model, and its machine.
     repeats : bool
         Whether backward repeats F first.
     overlap : bool
@@ -177,10 +175,6 @@ def chunk_terms(model: PipelineModel, machine: Machine, layers: int, grid: GridS
 
     Parameters
     ----------
-    model, machine
-        The model, and its machine.
-    layers : int
-        Number of layers.
     grid : GridShape
         The grid of their stage.
     end : str

@@ -19,8 +19,6 @@ class Pipeline:
 
     Attributes
     ----------
-    ranks, microbatches : int
-        Ranks and micro-batches of the pipeline.
     times : sequence of Fraction
         F, B and W of all layers of a rank, for one micro-batch.  Each chunk has an equal part.
     hop : Fraction
@@ -52,10 +50,8 @@ class Pipeline:
 def timed(name: str, pipeline: Pipeline) -> Timeline:
     """Build the schedule `name`, check it and time it.
 
-    Raises
-    ------
-    UsageError
-        When the name is unknown, or the schedule cannot have these ranks and micro-batches.
+    Raises UsageError when the name is unknown, or the schedule cannot have these ranks and micro-
+    batches.
     """
     conditions: dict[str, Any] = {"times": pipeline.stage_times(pipeline.ranks),
                                   "memory": pipeline.memory, "kept": pipeline.kept}
@@ -73,10 +69,8 @@ def timed_schedule(schedule: Schedule, pipeline: Pipeline) -> Timeline:
 def read_schedule(path: str | Path) -> Schedule:
     """Read and check the schedule in a file.
 
-    Raises
-    ------
-    UsageError
-        With the rule, the rank and the action, when it is wrong; or when it cannot be read.
+    Raises UsageError with the rule, the rank and the action, when it is wrong; or when it cannot
+    be read.
     """
     text = read_text(path, str(path), "a schedule as python -m bench draw schedule --schedule "
                                       "1f1b --stages 4 --microbatches 8 prints it")

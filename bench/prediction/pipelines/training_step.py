@@ -38,8 +38,6 @@ class TrainingStep:
 
     Attributes
     ----------
-    seconds : float
-        Of the step.
     pipeline : PredictedPipeline
         The times of all stages.
     work : dict of str to float
@@ -165,8 +163,6 @@ def expert_parameters(scheme: str, grid: GridShape, sizes: ModelSizes,
 
     Parameters
     ----------
-    scheme, grid, sizes, experts
-        As of `layer_parameters`.
     parts : int
         The replicas that divide the experts.
     """
@@ -235,8 +231,6 @@ def shards_of_experts(experts: ExpertOptions | None, parts: int, shards: int) ->
 
     Parameters
     ----------
-    experts : ExpertOptions or None
-        Options of experts.
     parts, shards : int
         The replicas that divide the experts, and those that divide a copy of the model.
     """

@@ -25,17 +25,7 @@ OPTIMIZER = "optimizer"
 
 
 def predict_waited(config: Config, ranks: int, machine: Machine) -> dict[str, float]:
-    """Predict the seconds of a step by `PARTS`; they add up to the step.
-
-    Parameters
-    ----------
-    config : Config
-        The training.
-    ranks : int
-        Number of ranks.
-    machine : Machine
-        The machine, such as `bench.prediction.similarity.emulating_machine`.
-    """
+    """Predict the seconds of a step by `PARTS`; they add up to the step."""
     model = PipelineModel.of(config, ranks)
     found = predict_pipeline(model, machine)
     actions = float(found.timeline.makespan)
@@ -60,10 +50,7 @@ def optimizer_seconds(config: Config, ranks: int, rank: int, machine: Machine) -
 def find_machine(name: str | None, ranks: int) -> tuple[Machine | None, str]:
     """Return the machine that predicts rows of so many ranks; or None and why there is none.
 
-    Raises
-    ------
-    UsageError
-        When it cannot be read.
+    Raises UsageError when it cannot be read.
     """
     if not name:
         return None, "no machine given"

@@ -56,12 +56,8 @@ class Fit:
 
     Attributes
     ----------
-    layers : int
-        Number of layers in all rows.
     recompute : dict of str to bool
         Whether backward repeats the forward, by scheme.
-    achieved : Achieved
-        The achieved fraction of each figure.
     residual : float
         Mean of the absolute logarithms of predicted over published times.
     """
@@ -103,10 +99,7 @@ def refine_fit(A: np.ndarray, rest: np.ndarray, c: np.ndarray, low: float,
     outliers do not dominate.  The mean has kinks where a row is predicted exactly, so the search
     uses no gradients, and is restarted where it ends until it finds nothing better.
 
-    Returns
-    -------
-    ndarray, float
-        The best c, and its mean.
+    Returns the best c, and its mean.
     """
     from scipy.optimize import minimize
 
@@ -174,12 +167,8 @@ class Outcome:
 
     Attributes
     ----------
-    machine : Machine
-        The machine model.
     chosen : list of int
         The indices of the fitted rows.
-    fit : Fit
-        The fit to the rows in `chosen`.
     left_out : list of float
         Error of each row, predicted by a fit to all other rows.
     by_layers : dict of int to float

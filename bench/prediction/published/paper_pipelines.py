@@ -31,8 +31,6 @@ class RowPipeline:
     ----------
     model : PipelineModel
         Its model, with the batch of a replica.
-    found : PredictedPipeline
-        The predicted times of a step.
     peak : float
         Peak bytes of a rank of the stage that needs the most.
     one_stage : float
@@ -60,8 +58,6 @@ def predict_rows(outcome: Outcome, rows: Iterable[Row], schedule: Schedule,
     ----------
     outcome : Outcome
         A machine model fitted on the tables.
-    rows : iterable of Row
-        Rows of the paper.
     schedule : Schedule
         Its ranks are the stages.
     grid

@@ -66,10 +66,7 @@ def read_rows(path: str) -> tuple[list[Row], list[str]]:
 
     Before these are lines on columns that are not used, and whose names are like optional ones.
 
-    Raises
-    ------
-    UsageError
-        When there is no such file, or a column is missing or there twice.
+    Raises UsageError when there is no such file, or a column is missing or there twice.
     """
     text = read_text(path, f"--steps {path}", "a .csv file with a step a row")
     try:
@@ -217,10 +214,7 @@ def fit_machine(rows: Sequence[Row], machine: Machine) -> Machine:
     The seconds of a step are a sum of terms, each over its fraction, along the path of the
     pipeline; the path changes with the fractions, so the sum is fitted `FIT_ROUNDS` times.
 
-    Raises
-    ------
-    UsageError
-        When fewer rows than fractions can be predicted.
+    Raises UsageError when fewer rows than fractions can be predicted.
     """
     for _ in range(FIT_ROUNDS):
         outcomes, problems = predict_rows(rows, machine)

@@ -57,10 +57,7 @@ def find_crossovers(found: Curves) -> list[tuple[int, str]]:
     A family without a grid of some number of ranks is interpolated.  The search ends at the
     largest number of ranks that all families reach.
 
-    Returns
-    -------
-    list of (int, str)
-        Number of ranks, and the family that is the fastest from there on.
+    Returns numbers of ranks, each with the family that is the fastest from there on.
     """
     lines = {family: np.log([(ranks, p.seconds) for ranks, p in points]).T
              for family, points in found.items() if family != BEST}

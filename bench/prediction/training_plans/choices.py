@@ -104,8 +104,6 @@ class Training:
         GPUs in all; sequences of a step, of all replicas; tokens in a sequence.
     dtype : str
         Type of values and activations.
-    machine : Machine
-        The machine.
     overlap : bool
         Whether collectives over replicas are assumed to go on behind other work, see
         `bench.prediction.pipelines.training_step.predict_step`.

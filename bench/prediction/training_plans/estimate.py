@@ -48,13 +48,7 @@ class StageSizes(NamedTuple):
 
 
 class Estimator:
-    """Estimate plans of one training.
-
-    Parameters
-    ----------
-    training : Training
-        What is trained.
-    """
+    """Estimate plans of one training."""
 
     def __init__(self, training: Training) -> None:
         self.training = training
@@ -177,10 +171,6 @@ class Estimator:
 
         Parameters
         ----------
-        choice, work
-            The plan, and its work.
-        layer : float
-            Seconds of a layer.
         hops : (float, float)
             The result of `_hop`.
         """

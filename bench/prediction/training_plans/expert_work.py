@@ -44,8 +44,6 @@ def exchanges(training: Training, parts: int, again: bool,
 
     Parameters
     ----------
-    training : Training
-        What is trained.
     parts : int
         The replicas that divide the experts.
     again : bool

@@ -109,8 +109,6 @@ class LayerWork:
         Seconds; those of W are part of backward.
     ends : (float, float)
         Seconds of embedding, head and loss, forward and backward.
-    filled : LayerBytes
-        Bytes.
     """
 
     forward: float
@@ -204,8 +202,6 @@ class ScreenedLayer:
         Forward and backward, of the layer and of the ends of a GPT.
     weights : float
         The share of backward that W takes.
-    filled : LayerBytes
-        Bytes.
     """
 
     passes: tuple[PhaseWork, PhaseWork]

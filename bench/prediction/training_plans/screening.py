@@ -2,7 +2,6 @@
 
 import heapq
 import itertools
-from bisect import bisect_right
 from copy import copy
 from dataclasses import replace
 from functools import cache
@@ -43,10 +42,6 @@ class Screening:
 
     Parameters
     ----------
-    training : Training
-        What is trained.
-    progress : callable, optional
-        Is given a line on what is done.
     layers : Layers, optional
         Those of a training that differs in GPUs, batch and links alone.
 
@@ -76,8 +71,8 @@ class Screening:
             layer, self.layers.counted(layer.anywhere._replace(halves=False)), price))
         self.traced: Callable[[Layer], LayerWork] = cache(
             lambda layer: traced_work(training, layer, self.layers.traces(layer.anywhere)))
-        self.listed, self.fitting, self.rates, self.placed = map(cache, (
-            self._listed, self._fitting, self._rates, self._in_every_place))
+        self.listed, self.rates, self.placed = map(cache, (
+            lambda data: tuple(self.states(data)), self._rates, self._in_every_place))
         self._begin(progress)
 
     def _begin(self, progress: Callable[[str], None]) -> None:
@@ -116,17 +111,14 @@ class Screening:
     def screen(self) -> dict[str, Iterator[Scored]]:
         """Return the `KEPT` best plans of each family by closed forms, the fastest first.
 
-        Raises
-        ------
-        UsageError
-            When there are none.
+        Raises UsageError when there are none.
         """
         bounded: dict[str, list[Bounded]] = {}
         limit, counts = SLACK * self.limit, self.counts
         for work in self.works():
             filled, passes = self.layers.filled(Layer.of(work, whole=True))
             held = self.estimator.held(work, filled)
-            every = len(self.listed(work.replicas)[0])
+            every = len(self.listed(work.replicas))
             states, least = self._split(work, held, limit)
             counts["candidates"] += every
             counts["too large"] += every - len(states)
@@ -142,36 +134,24 @@ class Screening:
         return {family: itertools.islice(self._fastest(ordered(plans)), KEPT)
                 for family, plans in bounded.items()}
 
-    def _listed(self, data: int) -> tuple[States, list[float]]:
-        """List what so many replicas divide, and the bytes per parameter, ascending."""
-        states = tuple(self.states(data))
-        return states, sorted(self.estimator.state(one.zero, one.parts) for one in states)
-
     def _split(self, work: Choice, held: Held, limit: float) -> tuple[States, float]:
         """Return of what replicas may divide that with which a plan may fit.
 
         Beside it are the least bytes of the others, infinite if there are none.
         """
-        states, ascending = self.listed(work.replicas)
-        if self.training.gpt.experts:    # of which ZeRO divides other parts
-            shared, routed, ends = self.rates(work.replicas, work.expert_parallel)
-            lowest, highest = (max(few * parameters + many * experts + more
-                                   for parameters, experts, more in held) for few, many in ends)
-            if highest <= limit:
-                return states, INFINITE
-            if lowest > limit and lowest >= self.least:    # no smaller than one that was found
-                return (), INFINITE
-            needed = np.max([shared * parameters + routed * experts + more
-                             for parameters, experts, more in held], axis=0)
-            fits = needed <= limit
-            return (tuple(itertools.compress(states, fits)),
-                    float(np.min(needed, where=~fits, initial=INFINITE)))
-        fitting = bisect_right(ascending, min(
-            (limit - more) / parameters for parameters, _, more in held))
-        if fitting == len(states):
+        states = self.listed(work.replicas)
+        shared, routed, ends = self.rates(work.replicas, work.expert_parallel)
+        lowest, highest = (max(few * parameters + many * experts + more
+                               for parameters, experts, more in held) for few, many in ends)
+        if highest <= limit:
             return states, INFINITE
-        least = max(ascending[fitting] * parameters + more for parameters, _, more in held)
-        return self.fitting(work.replicas, fitting) if fitting else (), least
+        if lowest > limit and lowest >= self.least:    # no smaller than one that was found
+            return (), INFINITE
+        needed = np.max([shared * parameters + routed * experts + more
+                         for parameters, experts, more in held], axis=0)
+        fits = needed <= limit
+        return (tuple(itertools.compress(states, fits)),
+                float(np.min(needed, where=~fits, initial=INFINITE)))
 
     def _rates(self, data: int, experts: int
                ) -> tuple[np.ndarray, np.ndarray, list[tuple[float, float]]]:
@@ -181,7 +161,7 @@ class Screening:
         """
         rates = np.array([[self.estimator.state(one.zero, shards)
                            for shards in self.estimator.shards_of(one)] for one in (
-            state._replace(expert_parallel=experts) for state in self.listed(data)[0])])
+            state._replace(expert_parallel=experts) for state in self.listed(data))])
         ends = [(float(few), float(many)) for few, many in (rates.min(axis=0), rates.max(axis=0))]
         return *rates.T, ends
 
@@ -193,12 +173,6 @@ class Screening:
         for one in states:
             found.setdefault(work._replace(zero=one.zero).family, []).append(one)
         return {family: tuple(some) for family, some in found.items()}
-
-    def _fitting(self, data: int, count: int) -> States:
-        """Return of what so many replicas divide that with the fewest bytes per parameter."""
-        states, ascending = self.listed(data)
-        return tuple(one for one in states
-                     if self.estimator.state(one.zero, one.parts) <= ascending[count - 1])
 
     def _fastest(self, plans: list[Bounded]) -> Iterator[Scored]:
         """Yield the fastest of some plans, for each division of work and stage of ZeRO one.

@@ -33,10 +33,6 @@ class TrainingPlan:
 
     Attributes
     ----------
-    choice, model : Choice, PipelineModel
-        The plan.
-    step : TrainingStep
-        Its predicted seconds.
     ends : str
         Which stages may be the fullest, by the dry run of a layer, as of `fullest_stage`.
     """
@@ -125,10 +121,7 @@ class Search(Screening):
     def run(self) -> Found:
         """Return the best plans.
 
-        Raises
-        ------
-        UsageError
-            When there is no plan, or none fits.
+        Raises UsageError when there is no plan, or none fits.
         """
         start = time.perf_counter()
         refined = self.refine(self.screen())

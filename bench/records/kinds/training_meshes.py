@@ -13,6 +13,8 @@ SCHEMAS = {
         "settings": (
             "batch clip dropout dtype equal_to heads hidden layers lr momentum optimizer seq "
             "steps text tied warmup weight_decay"),
+        "optional": dict.fromkeys(("chosen_difference", "dropped_difference", "dropped_share"),
+                                  "mesh"),
         "needs": {"dropped_share": "experts_count experts_top experts_gate experts_convention"},
         "variables": {
             "bitwise": "mesh", "gradients_difference": "mesh", "loss": "mesh step",

@@ -5,8 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from bench.prediction.machine_model import load_machine
-from bench.prediction.seconds import chain_delay, collective_terms, link_level
+from bench.prediction.seconds import chain_delay, link_level
 from mm3d.tracing.events import Collective
 from mm3d.transport.lanes import chunk_bytes
 
@@ -91,11 +90,3 @@ def test_only_broadcasts_over_three_nodes_wait():
     assert chain_delay(Collective("all_gather", "x", 8, 4, 10 ** 6), 4) == 0
     assert chain_delay(Collective("broadcast", "x", 8, 4, 10 ** 4), 4) == 0.75    # 2 * 7 / 8 - 1
     assert chain_delay(Collective("reduce", "x", 8, 4, 10 ** 6), 4) > 0
-
-
-def test_machines_without_chains_are_as_before():
-    event = Collective("broadcast", "x", 8, 4, 10 ** 6)
-    machine = load_machine("longhorn")
-    spent = collective_terms(machine, event)
-    moved = event.bytes * 4 / machine.network.bytes_per_second
-    assert spent["network"] == pytest.approx(moved)
