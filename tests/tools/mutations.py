@@ -70,23 +70,11 @@ def mutate(file: h5py.File, name: str, key: str, how: str) -> None:
             values[...] = np.array(VALUES[how[4:]]).astype(values.dtype)
         file[name][...] = values
         return
-    old = file[name]
-    kept = {k: v for k, v in old.attrs.items() if k not in SCALE}
-    values: Any = old[...] if isinstance(old, h5py.Dataset) else None
-    was_scale = isinstance(old, h5py.Dataset) and old.is_scale
-    dims = [] if values is None or was_scale else [
-        dim[0].name if len(dim) else None for dim in old.dims]
+    values: Any = file[name][...] if isinstance(file[name], h5py.Dataset) else None
+    kept = {k: v for k, v in file[name].attrs.items() if k not in SCALE}
     del file[name]
-    if how == "missing":
-        return
-    value = {"reference": lambda: file.ref, "fewer": lambda: values[:1] if values.ndim else 7,
-             "one number": lambda: 1.5}.get(how, lambda: VALUES[how])()
-    file[name] = value
-    file[name].attrs.update(kept)
-    if file[name].shape is None:
-        return
-    if was_scale:
-        file[name].make_scale(name.rpartition("/")[2])
-    for index in range(min(len(dims), file[name].ndim)):
-        if dims[index]:
-            file[name].dims[index].attach_scale(file[dims[index]])
+    if how != "missing":
+        file[name] = {"reference": lambda: file.ref, "one number": lambda: 1.5,
+                      "fewer": lambda: values[:1] if values.ndim else 7}.get(
+                          how, lambda: VALUES[how])()
+        file[name].attrs.update(kept)

@@ -26,7 +26,7 @@ from support import clean_environment
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
 SYSTEM = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
-ATTEMPTS = 3    # to start: between finding a port free and using it, somebody else may take it
+ATTEMPTS = 5    # to start: somebody else may have one of the ports
 PRIVATE = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs node /dev/shm && exec "$@"', "sh"]
 
 CONFIGURATION = """\
@@ -73,38 +73,9 @@ def missing() -> str:
     return "" if os.geteuid() == 0 else "Slurm's daemons need root"
 
 
-def free_ports(count: int) -> int:
-    """The first of `count` ports in a row that nobody uses."""
-    # Not where all who look begin, and below the ports that the kernel hands out.
-    for first in range(20000 + secrets.randbelow(8000), 32000, count + 7):
-        held = []
-        try:
-            for port in range(first, first + count):
-                held.append(socket.create_server(("127.0.0.1", port)))
-            return first
-        except OSError:
-            continue
-        finally:
-            for one in held:
-                one.close()
-    raise OSError(f"no {count} free ports in a row")
-
-
 class Cluster:
-    """A running Slurm.
-
-    Parameters
-    ----------
-    folder : path
-        An empty folder of its own, which users may enter.
-    nodes, cpus, gpus : int
-        How many nodes, and what each has.
-    partition : str
-        Names of its partitions, all of which hold all nodes.
-    most_jobs : int
-        How many jobs the queue takes.
-    gpu_type : str
-        What Slurm calls the GPUs; "" for GPUs without a type.
+    """A running Slurm in an empty folder, which users may enter: its nodes, what each has, the
+    partition that holds them all, how many jobs the queue takes, and the type of GPUs, if any.
     """
 
     def __init__(self, folder: Path, nodes: int = 4, cpus: int = 16, gpus: int = 4,
@@ -127,8 +98,8 @@ class Cluster:
         self.private = PRIVATE if alone else []
 
     def configure(self) -> None:
-        """Write slurm.conf, with ports that are free now."""
-        first = free_ports(self.nodes + 1)
+        """Write slurm.conf, with ports below those that the kernel hands out."""
+        first = 20000 + secrets.randbelow(12000)
         self.conf.write_text(CONFIGURATION.format(
             host=socket.gethostname().partition(".")[0], folder=self.folder,
             ports=(first, first + 1), last=first + self.nodes,
@@ -144,17 +115,17 @@ class Cluster:
 
     def start(self) -> "Cluster":
         """Start the daemons and wait until all nodes are idle."""
-        for attempt in range(1, ATTEMPTS + 1):
+        for left in reversed(range(ATTEMPTS)):
             self.daemons = []
             self.configure()
             try:
                 self._start()
-                return self
+                break
             except RuntimeError:
                 self.stop()
-                if attempt == ATTEMPTS:
+                if not left:
                     raise
-        raise AssertionError
+        return self
 
     def _start(self) -> None:
         key = self.folder / "munge.key"

@@ -52,24 +52,10 @@ def run_ranks(ranks: int, *argv: str, timeout: float = 0.8 * LIMIT, cwd: str | P
 
 def run_python(*argv: str, timeout: float = 0.8 * LIMIT, cwd: str | Path | None = None,
                **env: str) -> subprocess.CompletedProcess:
-    """Run `python *argv` in a clean environment.
+    """Run `python *argv` in a clean environment with these variables more: its status and output.
 
-    Parameters
-    ----------
-    *argv : str
-        Arguments of the interpreter, such as `"-m", "bench", "report", folder`.
-    timeout : float
-        Seconds after which the program and all that it started are killed.
-    cwd : path, optional
-        Folder to run in.
-    **env : str
-        Variables to add to the environment.
-
-    Returns
-    -------
-    subprocess.CompletedProcess
-        With `returncode`, `stdout` and `stderr` as text. A killed program has a returncode
-        other than 0 and says in `stderr` that it was killed.
+    After `timeout` seconds it and all that it started are killed: its status is then not 0, and
+    its `stderr` says so.
     """
     return run_command([sys.executable, *argv], timeout, cwd, **env)
 
