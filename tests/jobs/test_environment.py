@@ -5,39 +5,14 @@ import subprocess
 
 import pytest
 
-from bench.cases.case import make_case
-from bench.cases.selection import select_rows
-from bench.errors import UsageError
-from jobs import scripts, site
+from jobs import scripts
 from jobs.environment import OWN
-from jobs.scripts import Work
-
-ROW = make_case(select_rows("weak", "3d")[0], "tiny")
-SITE = """
-about = "a cluster"
-[slurm]
-time = "1:00:00"
-[node]
-ranks = 4
-gpus = {gpus}
-[launch]
-gpu_binding = "{binding}"
-gpu_order = [{order}]
-[software]
-python = "true"
-setup = [{setup}]
-{more}
-[environment]
-{environment}
-"""
+from sites import ROW, work_at
 
 
-def make(tmp_path, environment="", setup=(), more="", gpus='0', binding="none", order=""):
-    path = tmp_path / "mine.toml"
-    quoted = ", ".join(f"'''{line}'''" for line in setup)
-    path.write_text(SITE.format(environment=environment, setup=quoted, more=more, gpus=gpus,
-                                binding=binding, order=order))
-    return Work(site.load_site(str(path)), str(path), tmp_path / "out")
+def make(folder, environment=(), setup=(), modules=(), **tables):
+    return work_at(folder, environment=dict(environment), software={
+        "python": "true", "setup": [*setup], "modules": [*modules]}, **tables)
 
 
 def shell(tmp_path, work, names=(), collect=False, **env):
@@ -68,60 +43,30 @@ def shell(tmp_path, work, names=(), collect=False, **env):
     ("$H-$H", {"H": "a"}, "a-a"), ("http://$H:80", {"H": "h"}, "http://h:80")])
 def test_values_name_other_variables(tmp_path, value, env, expected):
     """A list that begins with its own is the usual one; nothing that is expanded is read again."""
-    work = make(tmp_path, f'V = """{value}"""\nLATER = "$V"')
+    work = make(tmp_path, {"V": value, "LATER": "$V"})
     status, found, ended, said = shell(tmp_path, work, ["V", "LATER"], **env)
     assert (status, ended) == (0, "done"), said
     assert found["V"] == found["LATER"] == expected
 
 
 def test_a_variable_may_name_itself(tmp_path):
-    work = make(tmp_path, 'LD_LIBRARY_PATH = "/x:$LD_LIBRARY_PATH"')
+    work = make(tmp_path, {"LD_LIBRARY_PATH": "/x:$LD_LIBRARY_PATH"})
     assert shell(tmp_path, work, ["LD_LIBRARY_PATH"], LD_LIBRARY_PATH="/usr/lib")[1] == {
         "LD_LIBRARY_PATH": "/x:/usr/lib"}
 
 
 @pytest.mark.parametrize("value", ["$L", "/$L/x", "$L:$M"])
 def test_a_value_of_a_variable_that_is_not_set_ends_the_job(tmp_path, value):
-    work = make(tmp_path, f'V = "{value}"')
+    work = make(tmp_path, {"V": value})
     status, _, ended, _ = shell(tmp_path, work)
     assert (status, ended) == (1, "environment.V names L, which is not set")
     assert shell(tmp_path, work, collect=True)[0] == 1
 
 
-@pytest.mark.parametrize("value", ["$(touch hit)", "`touch hit`", "~/x", "/x:~/y", "$", "$1", "a$",
-                                   "${L:-x}", "${L", "$?", "$((1))", "${}", "$-", "$é"])
-def test_what_is_not_expanded_is_refused(tmp_path, value):
-    with pytest.raises(UsageError, match=re.escape(f"environment.V = {value!r}: ") + "(only|nei)"):
-        make(tmp_path, f'V = "{value}"')
-
-
-def test_variables_of_the_script_itself(tmp_path):
-    """Every one that any script assigns, also without exporting it."""
-    work = make(tmp_path, 'A = "b"', ["true"], 'modules = ["m"]', "4", "rank", "3, 2, 1, 0")
-    texts = [scripts.row_script(work, ROW), scripts.array_script(work, [ROW]),
-             scripts.collect_script(work, []), scripts.training_script(work, "a", 8, [])]
-    found = {name for text in texts for name in re.findall(
-        r"(?:^|;|export|for|local|\|\|)\s*([A-Za-z_]\w*)(?:\+?=| in )", text, re.M)}
-    assert {"folder", "job", "launch", "row", "mm3d_trouble", "SRUN_CPUS_PER_TASK"} < found
-    assert found - {"A"} <= OWN.keys()
-    for name in ("folder", "IFS", "UID", "SRUN_CPUS_PER_TASK", "MM3D_GPU_ORDER"):
-        with pytest.raises(UsageError, match=f"environment: {name}: the job says it"):
-            make(tmp_path, f'{name} = "x"')
-
-
-@pytest.mark.parametrize("name", [
-    "PMI_RANK", "PMI_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID", "SLURM_JOB_ID",
-    "SLURM_ARRAY_TASK_ID", "SLURM_PROCID"])
-def test_what_a_launcher_says_of_a_rank_no_site_says(tmp_path, name):
-    """A job would take itself for a rank, whose checks rank 0 does, or for another job."""
-    with pytest.raises(UsageError, match=f"environment: {name}: the job says it"):
-        make(tmp_path, f'{name} = "1"')
-
-
 @pytest.mark.parametrize("name", ["PMI_MMAP_SYNC_WAIT_TIME", "PMIX_MCA_gds", "OMPI_MCA_pml",
                                   "SLURM_CPU_BIND", "PALS_TRANSFER", "FI_PROVIDER"])
 def test_settings_of_launchers_are_a_sites(tmp_path, name):
-    assert f"export {name}=1" in scripts.row_script(make(tmp_path, f'{name} = "1"'), ROW)
+    assert f"export {name}=1" in scripts.row_script(make(tmp_path, {name: "1"}), ROW)
 
 
 def test_setup_lines_come_first_and_may_change_what_follows(tmp_path):
@@ -130,10 +75,9 @@ def test_setup_lines_come_first_and_may_change_what_follows(tmp_path):
         "folder=/nowhere; job=x\nfail() { false; }\n"
         "ended() { false; }\ncd /\nexport FROM=profile\n"
         "module() { echo \"module $* IFS\"; export LOADED=$2; }\n")
-    work = make(tmp_path, 'V = "$FROM/$LOADED"', [
+    work = make(tmp_path, {"V": "$FROM/$LOADED"}, [
         f"source {tmp_path}/profile    # ours", "module use /a && module use '/b c'",
-        "export A=1; B=2"],
-        'modules = ["cuda"]')
+        "export A=1; B=2"], ["cuda"])
     for _ in range(2):    # the second job writes over what the first one has written
         status, found, ended, said = shell(tmp_path, work, ["V", "A"])
         assert (status, ended) == (0, "done"), said
@@ -164,34 +108,31 @@ def test_a_setup_line_that_ends_the_job_is_told(tmp_path, line):
 def test_shellcheck_has_nothing_to_say_of_setup_and_variables(tmp_path):
     if not shutil.which("shellcheck"):
         pytest.skip("shellcheck is not installed")
-    work = make(tmp_path, 'A = "/x:$B"\nC = "$HOME/y"\nD = "$E:/z"\nF = "5$$"\nG = ""', [
-        "module use $HOME/it's", "source /a.sh # ours"], 'modules = ["m"]')
+    work = make(tmp_path, {"A": "/x:$B", "C": "$HOME/y", "D": "$E:/z", "F": "5$$", "G": ""}, [
+        "module use $HOME/it's", "source /a.sh # ours"], ["m"])
     for text in (scripts.row_script(work, ROW), scripts.collect_script(work, [])):
         done = subprocess.run(["shellcheck", "-"], input=text, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout
 
 
-def test_setup_lines_are_lines(tmp_path):
-    with pytest.raises(UsageError, match="software.setup = .*: must be one printable line"):
-        make(tmp_path, setup=["a\nb"])
+ORDER = dict(node={"gpus": "a100:4"}, launch={"gpu_binding": "rank", "gpu_order": [3, 2, 1, 0]})
+
+
+def test_variables_of_the_script_itself(tmp_path):
+    """Every one that any script assigns, also without exporting it."""
+    work = make(tmp_path, {"A": "b"}, ["true"], ["m"], **ORDER)
+    texts = [scripts.row_script(work, ROW), scripts.array_script(work, [ROW]),
+             scripts.collect_script(work, []), scripts.training_script(work, "a", 8, [])]
+    found = {name for text in texts for name in re.findall(
+        r"(?:^|;|export|for|local|\|\|)\s*([A-Za-z_]\w*)(?:\+?=| in )", text, re.M)}
+    assert {"folder", "job", "launch", "row", "mm3d_trouble", "SRUN_CPUS_PER_TASK"} < found
+    assert found - {"A"} <= OWN.keys()
 
 
 def test_an_order_of_gpus(tmp_path):
-    work = make(tmp_path, gpus='"a100:4"', binding="rank", order="3, 2, 1, 0")
+    work = make(tmp_path, **ORDER)
     assert shell(tmp_path, work, ["MM3D_GPU_ORDER"])[1] == {"MM3D_GPU_ORDER": "3,2,1,0"}
     assert "--variable=MM3D_GPU_ORDER=$MM3D_GPU_ORDER" in scripts.row_script(work, ROW)
     # It says nothing of a part of them.
     assert "--gpus-per-node=a100:4" in scripts.pipeline_script(work, "a", 2, [])
     assert "MM3D_GPU_ORDER" not in scripts.row_script(make(tmp_path), ROW)
-
-
-@pytest.mark.parametrize("order", ["0, 1, 2", "0, 1, 2, 2", "1, 2, 3, 4", "0, 1, 2, 3, 3",
-                                   "-1, 0, 1, 2"])
-def test_an_order_that_does_not_name_each_gpu_once(tmp_path, order):
-    with pytest.raises(UsageError, match="launch.gpu_order = .*: give the number of each of"):
-        make(tmp_path, gpus="4", binding="rank", order=order)
-
-
-def test_an_order_of_gpus_that_ranks_do_not_see(tmp_path):
-    with pytest.raises(UsageError, match="only with launch.gpu_binding = 'rank' does a rank see"):
-        make(tmp_path, gpus="4", binding="task", order="3, 2, 1, 0")

@@ -22,42 +22,12 @@ from jobs import scripts, single, site, slurm, standings
 from jobs.__main__ import main
 from jobs.scripts import Work
 from records import computed_step, made_up, waited_step
-from support import ROOT, run_python
+from sites import HOSTILE, ROW, command_of, site_file, work_at
+from support import ROOT, run_python, status_of
 
-GOOD = """
-about = "a cluster"
-[slurm]
-time = "1:00:00"
-[node]
-ranks = 4
-"""
 # A stand-in for srun, whose parent is the step's shell, signals the job's shell, as Slurm does.
 WARN = "read -r _ _ _ job _ < /proc/$PPID/stat; kill -USR1 $job"
-HOSTILE = ["$(touch hit)", "`touch hit`", "; touch hit;", "' ; touch hit; '", '" ; touch hit; "',
-           "a\\", "&& touch hit", "| tee hit", "${IFS}touch", "#", "*", "-w 1", "!!", "a b"]
-
-
-def site_file(tmp_path, text=GOOD, *pairs):
-    for old, new in pairs:
-        assert old in text
-        text = text.replace(old, new)
-    path = tmp_path / "mine.toml"
-    path.write_text(text)
-    return str(path)
-
-
-def toml(text):
-    """`text` as a basic string of TOML."""
-    escaped = {sign: f"\\u{ord(sign):04x}" for sign in '\\"'}
-    escaped |= {chr(code): f"\\u{code:04x}" for code in range(32)}
-    return '"' + "".join(escaped.get(sign, sign) for sign in text) + '"'
-
-
-def work(tmp_path, name, **more):
-    return Work(site.load_site(name), name, tmp_path / "out", **more)
-
-
-ROW = make_case(select_rows("weak", "3d")[0], "tiny")
+PYTHON = {"python": "python"}    # the one on PATH
 
 
 @pytest.mark.parametrize("name, every", [
@@ -65,7 +35,7 @@ ROW = make_case(select_rows("weak", "3d")[0], "tiny")
     pytest.param("gpu8", True, marks=pytest.mark.slow)])
 def test_supplied_sites_are_sound_and_render_all_rows(tmp_path, name, every):
     """By default one row of each number of ranks."""
-    mine = work(tmp_path, name)
+    mine = Work(site.load_site(name), name, tmp_path)
     rows = {row if every else row.gpus: row for row in select_rows()}
     for row in rows.values():
         text = scripts.row_script(mine, make_case(row, "paper"))
@@ -81,65 +51,6 @@ def test_supplied_sites_are_sound_and_render_all_rows(tmp_path, name, every):
             "block:block,NoPack" if even else f"plane={mine.site.node.ranks}")
         if name == "gpu8":
             assert "export MM3D_TRANSPORT=nccl\n" in text and "--device-buffers" not in text
-
-
-@pytest.mark.parametrize("old, new, message", [
-    ("[node]", "[node]\ncolour = 3", "node: field 'colour' is unknown: choose one of "),
-    ("ranks = 4", "ranks = 'four'", "node.ranks: a whole number would do, not a text"),
-    ("ranks = 4", "ranks = 0", "node.ranks = 0: must be at least 1"),
-    ("[node]", "[node]\ngpu_memry = '8 GB'", "; did you mean gpu_memory?"),
-    ('time = "1:00:00"', "", "slurm: missing required field time"),
-    ("1:00:00", "an hour", "slurm.time = 'an hour': may have letters, digits"),
-    ("1:00:00", "soon", "slurm.time = 'soon': give it as 2:00:00 or 1-12:00:00"),
-    ("[node]", "options = ['mem=0']\n[node]", "slurm.options: 'mem=0' is no option of sbatch"),
-    ("[node]", "warning = 0\n[node]", "slurm.warning = 0: must be at least 1 second"),
-    ("ranks = 4", "ranks = 4\ngpus = 2\n[launch]\ngpu_binding = 'task'",
-     "4 ranks a node cannot have one of 2 GPUs each"),
-    ("ranks = 4", "ranks = 4\ngpus = 4\n[launch]\nlauncher = 'mpirun'\ngpu_binding = 'task'",
-     "only srun does that; use 'rank' with mpirun"),
-    ("ranks = 4", "ranks = 4\n[run]\nbackend = 'cupy'", "set launch.gpu_binding to"),
-    ("ranks = 4", "ranks = 4\n[run]\ndevice_buffers = true",
-     "backend 'numpy' has no device buffers"),
-    ("ranks = 4", "ranks = 4\n[launch]\nlauncher = 'aprun'",
-     "launch.launcher: 'aprun' is unknown: choose one of srun, mpirun"),
-    ("ranks = 4", "ranks = 4\n[environment]\n'A=B; touch hit #' = 'x'",
-     "'A=B; touch hit #' is no name of a variable"),
-    ("ranks = 4", "ranks = 4\n[inside]\n4d = 'x'", "inside: '4d' is no scheme: 1d, "),
-    ("about =", "about", "Expected '='")])
-def test_one_message_for_each_mistake_in_a_site_file(tmp_path, old, new, message):
-    name = site_file(tmp_path, GOOD, (old, new))
-    with pytest.raises(UsageError, match=re.escape(message)) as caught:
-        site.load_site(name)
-    assert str(caught.value).startswith(f"--site {name}: ")
-
-
-def test_a_site_that_is_not_there():
-    with pytest.raises(UsageError, match="--site nowhere: there is no such file; a .toml file, "
-                                         "or one of a100, cpu, gpu4, gpu8, local"):
-        site.load_site("nowhere")
-
-
-@pytest.mark.parametrize("text", HOSTILE + ["two\nlines", "gpu\n#SBATCH --wrap=x", "\x1b[31m"])
-def test_slurms_own_lines_take_plain_words_only(tmp_path, text):
-    """Quoting there is Slurm's affair, so nothing that would need it gets that far."""
-    name = site_file(tmp_path, GOOD, ("[node]", f"partition = {toml(text)}\n[node]"))
-    if text == "*":    # a word that no shell ever sees
-        assert site.load_site(name)
-    else:
-        with pytest.raises(UsageError, match="slurm.partition = "):
-            site.load_site(name)
-
-
-@pytest.mark.parametrize("text", ["two\nlines", "a\rb", "\x1b[31m", "nul\0"])
-@pytest.mark.parametrize("place", ["about", "[environment]\nA", "[software]\npython",
-                                   "[launch]\nmpi", "[inside]\n3d"])
-def test_no_value_has_two_lines(tmp_path, place, text):
-    value = f"{place} = {toml(text)}\n"
-    good = GOOD.replace('about = "a cluster"\n', value if place == "about" else
-                        'about = "a cluster"\n')
-    name = site_file(tmp_path, good + (value if place != "about" else ""))
-    with pytest.raises(UsageError, match="must be one printable line"):
-        site.load_site(name)
 
 
 STUB = """#!/bin/bash
@@ -169,25 +80,13 @@ def bash(script, env, **more):
 def test_no_value_becomes_a_command(tmp_path, text):
     """Run the script with programs that only write down their arguments."""
     env = stubs(tmp_path)
-    name = site_file(tmp_path, GOOD.replace('"a cluster"', toml(text)) + f"""
-[software]
-container = ["apptainer", {toml(text)}]
-python = {toml(text)}
-modules = [{toml(text)}]
-[launch]
-mpi = {toml(text)}
-options = [{toml(text)}]
-[run]
-backend = {toml(text)}
-options = [{toml(f"--trace={text}")}]
-[inside]
-3d = {toml(text)}
-[environment]
-HOSTILE = {toml(text.replace("$", "$$").replace("`", ""))}
-""")
+    mine = work_at(
+        tmp_path, about=text, launch={"mpi": text, "options": [text]},
+        software={"container": ["apptainer", text], "python": text, "modules": [text]},
+        run={"backend": text, "options": [f"--trace={text}"]}, inside={"3d": text},
+        environment={"HOSTILE": text.replace("$", "$$").replace("`", "")})
     (tmp_path / "out").mkdir()
     script = tmp_path / "out" / "row.sh"
-    mine = work(tmp_path, name)
     script.write_text("module() { printf '%s\\n' \"$@\" >> " + str(tmp_path / "said") + "; }\n"
                       + scripts.row_script(mine, ROW).replace(f"cd -- {scripts.ROOT}",
                                                               f"cd -- {tmp_path}"))
@@ -210,9 +109,9 @@ def test_a_training_step_on_a_mesh_is_a_row_like_the_others(tmp_path, capsys, co
     commands.answer("sbatch", "echo 7")
     commands.answer("squeue", "")
     commands.answer("scontrol", "echo JobState=TIMEOUT")
-    mine, row = work(tmp_path, site_file(tmp_path)), training()
-    given = ["--site", site_file(tmp_path), "--table", "combined", "--ranks", "8", "--preset",
-             "tiny", "--out", str(tmp_path / "out")]
+    mine, row = work_at(tmp_path), training()
+    given = ["--site", mine.name, "--table", "combined", "--ranks", "8", "--preset", "tiny",
+             "--out", str(mine.out)]
     assert main(["submit", *given, "--array"]) == 0
     said = capsys.readouterr().out
     assert "11 rows: 0 done, 0 under way, 11 to submit" in said
@@ -241,9 +140,8 @@ def test_a_training_step_on_a_mesh_is_a_row_like_the_others(tmp_path, capsys, co
 def test_the_script_of_a_training_step_starts_it(tmp_path, capsys):
     env, machine = stubs(tmp_path), tmp_path / "its machine.toml"
     shutil.copy(ROOT / "bench" / "prediction" / "machines" / "longhorn.toml", machine)
-    name = site_file(tmp_path, GOOD + '[software]\npython = "python"\n')
-    given = ["--site", name, "--table", "combined", "--ranks", "16", "--preset", "tiny", "--out",
-             str(tmp_path / "out"), "--machine", str(machine)]
+    given = ["--site", site_file(tmp_path, software=PYTHON), "--table", "combined", "--ranks",
+             "16", "--preset", "tiny", "--out", str(tmp_path / "out"), "--machine", str(machine)]
     assert main(["render", *given]) == 0
     assert "rows of 16 ranks: predicted before by longhorn" in capsys.readouterr().out
     script = tmp_path / "out" / "jobs" / "combined-dense-p016-2-tiny.sh"
@@ -258,20 +156,20 @@ def test_the_script_of_a_training_step_starts_it(tmp_path, capsys):
     assert f"'--machine={machine}'" in (tmp_path / "out" / "jobs" / "collect.sh").read_text()
 
 
-@pytest.mark.parametrize("more, words, message", [
-    ("", ["--scheme", "3d"], "--table combined --scheme: its file bench/cases/combined.toml"),
-    ("", ["--inside", "z"], "--table combined --inside: "),
-    ("", ["--recompute", "full"], "--table combined --recompute: "),
-    ("", ["--preset", "laptop"], "--table combined --preset laptop: paper or tiny would do"),
-    ("", ["--ranks", "36"], "--ranks 36: these rows are for 8, 16, 64 ranks"),
-    ("", ["--machine", "nowhere.toml"], "nowhere.toml"),
-    ("", ["--table", "weak", "--machine", "longhorn"],
+@pytest.mark.parametrize("run, words, message", [
+    ({}, ["--scheme", "3d"], "--table combined --scheme: its file bench/cases/combined.toml"),
+    ({}, ["--inside", "z"], "--table combined --inside: "),
+    ({}, ["--recompute", "full"], "--table combined --recompute: "),
+    ({}, ["--preset", "laptop"], "--table combined --preset laptop: paper or tiny would do"),
+    ({}, ["--ranks", "36"], "--ranks 36: these rows are for 8, 16, 64 ranks"),
+    ({}, ["--machine", "nowhere.toml"], "nowhere.toml"),
+    ({}, ["--table", "weak", "--machine", "longhorn"],
      "--machine longhorn: only rows of --table combined are predicted; leave it out"),
-    ('[run]\nmachine = "nowhere"\n', [], "nowhere"),
-    ('[run]\noptions = ["--traced=1"]\n', [],
+    ({"machine": "nowhere"}, [], "nowhere"),
+    ({"options": ["--traced=1"]}, [],
      "run.options: --table combined: --traced is no option of bench measure meshes")])
-def test_what_training_steps_on_meshes_cannot_have(tmp_path, capsys, more, words, message):
-    given = ["--site", site_file(tmp_path, GOOD + more), "--table", "combined", "--out",
+def test_what_training_steps_on_meshes_cannot_have(tmp_path, capsys, run, words, message):
+    given = ["--site", site_file(tmp_path, run=run), "--table", "combined", "--out",
              str(tmp_path / "out"), *words]
     assert main(["render", *given]) == 2
     said = capsys.readouterr()
@@ -284,11 +182,11 @@ def test_a_folder_that_slurm_would_misread(tmp_path, folder):
         scripts.check_path(tmp_path / folder)
 
 
-def executed(tmp_path, status=0, more="", variables=(), limit=scripts.LIMIT, **programs):
+def executed(tmp_path, software=(), launcher="srun", variables=(), limit=scripts.LIMIT,
+             **programs):
     """Run a row's script with stubs: its exit status, output, and why it ended."""
     env = stubs(tmp_path, **programs)
-    name = site_file(tmp_path, GOOD + f'[software]\npython = "python"\n{more}')
-    mine = work(tmp_path, name)
+    mine = work_at(tmp_path, software=PYTHON | dict(software), launch={"launcher": launcher})
     script, clock = tmp_path / "row.sh", "SECONDS - begun)) -lt "
     text = scripts.row_script(mine, ROW)
     assert f"{clock}{scripts.LIMIT} " in text
@@ -315,8 +213,8 @@ def test_what_the_submitting_shell_has_set_for_slurm_reaches_no_rank(tmp_path, l
              "PMI_RANK": "3", "PMI_SIZE": "4", "SLURM_EXACT": "1", "SLURM_CLUSTERS": "east"}
     array = {"SLURM_ARRAY_JOB_ID": "99", "SLURM_ARRAY_TASK_ID": "3"}
     done, ended = executed(
-        tmp_path, variables=own | other | array, **{launcher: "env > " + str(tmp_path / "env")},
-        more=f'[launch]\nlauncher = "{launcher}"\n')
+        tmp_path, variables=own | other | array, launcher=launcher,
+        **{launcher: "env > " + str(tmp_path / "env")})
     assert done.returncode == 0 and ended == "done"    # of its own number
     found = dict(line.split("=", 1) for line in (tmp_path / "env").read_text().splitlines())
     del own["SLURM_HINT"], own["SLURM_GPUS_PER_NODE"]    # of no option of the script
@@ -325,16 +223,14 @@ def test_what_the_submitting_shell_has_set_for_slurm_reaches_no_rank(tmp_path, l
         own | array | {"SLURM_JOB_ID": "7", "SRUN_CPUS_PER_TASK": "1"})
 
 
-@pytest.mark.parametrize("options, kept", [("[]", False), ('["--hint=nomultithread"]', True)])
-def test_what_options_of_the_site_say_to_srun_stays(tmp_path, options, kept):
-    name = site_file(tmp_path, GOOD, ("[node]", f"options = {options}\n[node]"))
-    text = scripts.row_script(work(tmp_path, name), ROW)
-    assert ("        SLURM_HINT) ;;\n" in text) == kept
+@pytest.mark.parametrize("options", [[], ["--hint=nomultithread"]])
+def test_what_options_of_the_site_say_to_srun_stays(tmp_path, options):
+    text = scripts.row_script(work_at(tmp_path, slurm={"options": options}), ROW)
+    assert ("        SLURM_HINT) ;;\n" in text) == bool(options)
 
 
 def test_a_missing_module_ends_the_job(tmp_path):
-    more = 'modules = ["nosuch/1.0"]\n'
-    done, ended = executed(tmp_path, more=more)
+    done, ended = executed(tmp_path, {"modules": ["nosuch/1.0"]})
     assert done.returncode == 1
     assert ended == "there is no module command here, but the site names modules"
 
@@ -377,8 +273,7 @@ def test_results_of_jobs_lie_beside_what_else_is_measured_here(tmp_path, monkeyp
 
 
 def test_a_pipeline_is_a_job_with_the_same_checks(tmp_path, capsys):
-    env, out = stubs(tmp_path), tmp_path / "out"
-    name = site_file(tmp_path, GOOD + '[software]\npython = "python"\n')
+    env, out, name = stubs(tmp_path), tmp_path / "out", site_file(tmp_path, software=PYTHON)
     assert main(["pipeline", "--site", name, "--ranks", "8", "--out", str(out), "--", "--stages",
                  "4", "--grid", "2x1x1", "--schedule", "1f1b,zb-h1"]) == 0
     said = capsys.readouterr()
@@ -400,7 +295,7 @@ def test_a_pipeline_is_a_job_with_the_same_checks(tmp_path, capsys):
 
 def test_pipelines_of_other_options_have_scripts_of_their_own(tmp_path, capsys):
     """The same ones have the same script."""
-    given = ["pipeline", "--site", site_file(tmp_path, GOOD), "--ranks", "8", "--out",
+    given = ["pipeline", "--site", site_file(tmp_path), "--ranks", "8", "--out",
              str(tmp_path / "out")]
     names = []
     for words in (["4"], ["4"], ["2"], ["2", "--schedule", "zb-h1"]):
@@ -424,7 +319,7 @@ def test_pipelines_of_other_options_have_scripts_of_their_own(tmp_path, capsys):
 
 def test_a_training_is_a_job_that_the_next_one_continues_until_it_is_complete(tmp_path, capsys):
     """The first is warned, and stops; the second does the last step; the third has none to do."""
-    out, name = tmp_path / "out", site_file(tmp_path, GOOD + '[software]\npython = "python"\n')
+    out, name = tmp_path / "out", site_file(tmp_path, software=PYTHON)
     saved, ended = out / "train" / "whale", out / "jobs" / "runs" / "whale"
     env = stubs(tmp_path, srun=f"""[[ "$*" == *"bench train"* ]] || exit 0
 mkdir -p {saved}/step-00000010
@@ -468,19 +363,12 @@ def test_a_job_finds_the_files_that_were_named_here(tmp_path, monkeypatch, capsy
             assert re.search(rf"--model(\n *|=){re.escape(str(found))}\n", script)
 
 
-@pytest.mark.parametrize("words, said", [
-    (["--", "--stop-after=5"],
-     "after --: --stop-after: the job says it, or has no use for it; leave it out"),
-    (["--", "--checkpoints", "x"], "--checkpoints: "), (["--", "--compare"], "--compare: "),
-    (["--", "--data", "3"], "after --: --data 3 does not"),
-    (["--", "--model", "nosuch"], "nosuch"),
-    (["--", "--data", "8", "--batch", "4", "--scheme", "serial"], "after --: "),
-    (["--name", "a/b"], "--name a/b: letters, digits"), (["--name", "-x"], "--name")])
-def test_what_a_training_as_a_job_cannot_have(tmp_path, capsys, words, said):
-    with pytest.raises(SystemExit) if words == ["--name", "-x"] else contextlib.nullcontext():
-        assert main(["train", "--site", "cpu", "--ranks", "8", "--out", str(tmp_path / "out"),
-                     *words]) == 2
-    assert said in capsys.readouterr().err and not (tmp_path / "out").exists()
+@pytest.mark.parametrize("name, said", [
+    ("a/b", "--name a/b: letters, digits"), ("-x", "--name")])
+def test_a_name_that_is_none_of_a_file(tmp_path, capsys, name, said):
+    out = tmp_path / "out"
+    words = ["train", "--site", "cpu", "--ranks", "8", "--out", str(out), "--name", name]
+    assert status_of(main, words) == 2 and said in capsys.readouterr().err and not out.exists()
 
 
 def test_a_failed_row_hands_its_status_on(tmp_path):
@@ -516,7 +404,7 @@ def test_what_was_seen_by_somebody_else(tmp_path, monkeypatch, capsys):
 
 
 def test_how_a_row_stands(tmp_path, commands):
-    mine, row = work(tmp_path, site_file(tmp_path)), ROW.row
+    mine, row = work_at(tmp_path), ROW.row
     commands.answer("scontrol", "echo JobState=TIMEOUT")
     (mine.folder / "logs").mkdir(parents=True)
     mine.runs(ROW).mkdir(parents=True)
@@ -595,7 +483,7 @@ def test_how_pipelines_and_trainings_stand(tmp_path, commands, capsys):
 
 def test_books_that_a_full_disk_has_torn(tmp_path):
     """Half a line is no line, and what follows begins on a new one."""
-    mine = work(tmp_path, site_file(tmp_path))
+    mine = work_at(tmp_path)
     journal.check_folder(mine.folder)
     standings.record_job(mine, "row", ROW.name, ROW.title, "6")
     with open(standings.submissions_file(mine), "a") as file:
@@ -608,11 +496,8 @@ def test_books_that_a_full_disk_has_torn(tmp_path):
 def test_a_row_whose_source_is_not_the_submitted_one_is_named(tmp_path, commands, capsys):
     commands.answer("squeue", "")
     commands.answer("sbatch", "echo 77")
-    name = site_file(tmp_path)
-    mine = work(tmp_path, name)
-    verb = ["--site", name, "--table", "weak", "--scheme", "3d", "--ranks", "8", "--preset",
-            "tiny", "--out", str(tmp_path / "out")]
-    assert main(["submit", *verb]) == 0
+    mine = work_at(tmp_path)
+    assert main(command_of(tmp_path, "submit")) == 0
     now = standings.present_source()
     assert f"commit {now}; a job runs the source as it is when it" in capsys.readouterr().out
     commands.answer("squeue", "echo '77|PENDING|Priority'")
@@ -621,19 +506,19 @@ def test_a_row_whose_source_is_not_the_submitted_one_is_named(tmp_path, commands
                        ("fedcba987654", f"{begin}waits, and would run from {now}: {ROW.title}\n")):
         path = standings.submissions_file(mine)
         path.write_text(path.read_text().replace(now, then))
-        assert main(["status", *verb]) == 0
+        assert main(command_of(tmp_path, "status")) == 0
         assert capsys.readouterr().err == said
     journal.check_folder(mine.runs(ROW))
     run_file.write_run(made_up(ROW.row), mine.runs(ROW), ROW.name)
     said = f"{begin}ran from 0123456789ab: {ROW.title}\n"
-    assert main(["status", *verb]) == 0 and capsys.readouterr().err == said
-    assert main(["collect", *verb]) == 0 and said in capsys.readouterr().err
+    for verb in ("status", "collect"):
+        assert main(command_of(tmp_path, verb)) == 0 and said in capsys.readouterr().err
 
 
 def test_an_element_of_an_array_runs_the_script_that_was_submitted(tmp_path):
     """Also when a row's script is rendered anew, with other options, before it starts."""
     env = stubs(tmp_path)
-    mine = work(tmp_path, site_file(tmp_path, GOOD + '[software]\npython = "python"\n'))
+    mine = work_at(tmp_path, software=PYTHON)
     rows = [make_case(row, "tiny") for row in select_rows("all", "3d") if row.gpus == 8]
     array = tmp_path / "array.sh"
     array.write_text(scripts.array_script(mine, rows))
@@ -654,29 +539,26 @@ def test_a_job_that_cannot_be_noted_is_named(
     commands.answer("sbatch", "echo 77")
     write = os.write
     monkeypatch.setattr(os, "write", lambda file, data: write(file, data[:9]))
-    verb = ["--site", site_file(tmp_path), "--table", "weak", "--scheme", "3d", "--ranks", "8",
-            "--preset", "tiny", "--out", str(tmp_path / "out")]
-    assert main(["submit", *verb, *array]) == 2
+    assert main(command_of(tmp_path, "submit", *array)) == 2
     books = tmp_path / "out" / "jobs" / "submitted.jsonl"
     assert capsys.readouterr().err == (
         f"error: job {job}, weak 3-D 8 ranks, is in the queue, but {books} could not be written "
         "(No space left on device): scancel 77, make room, and submit again\n")
     assert books.read_text() == '{"row": "'
-    assert main(["status", *verb]) == 0
+    assert main(command_of(tmp_path, "status")) == 0
     assert capsys.readouterr().out == "weak 3-D 8 ranks: not submitted\n"
 
 
 def test_collect_merges_and_names_what_is_missing(tmp_path, capsys, monkeypatch):
-    name, out, drawn = site_file(tmp_path), tmp_path / "out", []
+    out, drawn = tmp_path / "out", []
     for verb, made in (("draw_figures", ([], [])), ("write_page", [out])):
         monkeypatch.setattr(finish, verb, lambda found, made=made: drawn.append(
             found.folder) or made)
-    mine = work(tmp_path, name)
+    mine = work_at(tmp_path)
     other = make_case(select_rows("strong", "3d")[0], "tiny")
     mine.runs(ROW).mkdir(parents=True)
     path = run_file.write_run(made_up(ROW.row, preset="tiny"), mine.runs(ROW), ROW.name)
-    verb = ["collect", "--site", name, "--scheme", "3d", "--ranks", "8", "--preset", "tiny",
-            "--out", str(out)]
+    verb = command_of(tmp_path, "collect", "--table", "all")
     assert main(verb) == 1
     text = capsys.readouterr().out
     assert "1 of 2 rows done, 1 new file in" in text and "1 run merged in " in text
@@ -706,18 +588,13 @@ def test_collect_merges_and_names_what_is_missing(tmp_path, capsys, monkeypatch)
     (["--site", "cpu", "--scheme", "4d"], "4d"),
     (["--site", "gpu4", "--preset", "emulated"], "--preset emulated: its ranks wait for their "
      "work, with arrays in host memory, but --site gpu4 says run.backend = 'cupy'; choose"),
+    ([], "inside.3d = 'q': the grid of scheme '3d' has the directions x, y, z"),
     (["--site", "cpu", "--ranks", "8,9"], "--ranks 8,9: these rows are for 8, 16, 36, 64 ranks")])
-def test_wrong_arguments(options, message, capsys):
+def test_wrong_arguments(tmp_path, options, message, capsys):
+    options = options or ["--site", site_file(tmp_path, inside={"3d": "q"})]
     assert main(["render", *options]) == 2
     said = capsys.readouterr()
     assert message in said.err and not said.out
-
-
-def test_a_direction_of_a_site_file_that_a_grid_has_not(tmp_path, capsys):
-    name = site_file(tmp_path, GOOD + "[inside]\n3d = 'q'\n")
-    assert main(["render", "--site", name, "--out", str(tmp_path / "out")]) == 2
-    assert (f"error: --site {name}: inside.3d = 'q': the grid of scheme '3d' has the directions "
-            "x, y, z") in capsys.readouterr().err
 
 
 def test_without_slurm(tmp_path, monkeypatch, capsys):

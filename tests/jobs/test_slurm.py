@@ -10,7 +10,6 @@ from dataclasses import replace
 import pytest
 
 from bench.cases import combined
-from bench.cases.selection import select_rows
 from bench.records import journal, run_file
 from jobs.__main__ import main
 from records import computed_step
@@ -170,29 +169,3 @@ def test_slurm_takes_the_scripts_of_each_site(tmp_path, site, nodes, cpus, gpus,
                                site, "--scheme", "3d", "--ranks", "64", "--table", "weak",
                                "--out", str(tmp_path / "out"), cwd=ROOT)
         assert done.returncode == 1 and "weak-3d-p064-paper.sh: refused: " in done.stdout
-
-
-@pytest.mark.skipif("MM3D_SLURM_TABLE" not in os.environ, reason=(
-    "takes many minutes on a few cores: set MM3D_SLURM_TABLE to weak, strong or all, and give "
-    "pytest -o faulthandler_timeout=7200"))
-@pytest.mark.limit(7200)
-@pytest.mark.parametrize("ranks, nodes, slots", [
-    # Between nodes that are none MPI waits longer, so the wide rows have one that is wide enough.
-    ("8,16", 4, 4), ("36,64", 1, 64)])
-def test_every_row_of_a_table(tmp_path, ranks, nodes, slots):
-    """8 to 64 tasks, all schemes, as under mpirun."""
-    table = os.environ["MM3D_SLURM_TABLE"]
-    with running(tmp_path / "slurm", nodes, cpus=slots, gpus=0) as wide:
-        user = User(wide, tmp_path, ("--table", table, "--ranks", ranks), time="2:00:00",
-                    ranks=slots, gpus=0,
-                    options='"--repetitions=1", "--max-repetitions=1", "--traced=0"')
-        jobs = user.submit()
-        assert wide.quiet(7000), user.logs()
-    runs = user.runs()
-    for run in runs:
-        check_run(run)
-    expected = sorted((row.table, row.scheme, row.gpus) for row in select_rows(table)
-                      if str(row.gpus) in ranks.split(","))
-    assert len(jobs) == len(expected) and expected == sorted(
-        (run.configuration["table"], run.configuration["scheme"], run.ranks)
-        for run in runs), user.logs()

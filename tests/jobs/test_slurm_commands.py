@@ -9,23 +9,12 @@ import shlex
 
 import pytest
 
-from bench.cases.case import make_case
-from bench.cases.selection import select_rows
 from bench.records import run_file
-from jobs import site, slurm, standings
+from jobs import slurm, standings
 from jobs.__main__ import main
-from jobs.scripts import Work
 from records import made_up
+from sites import ROW, command_of, site_file, work_at
 
-SITE = """
-about = "a cluster"
-[slurm]
-time = "1:00:00"
-options = [{options}]
-[node]
-ranks = 4
-"""
-ROW = make_case(select_rows("weak", "3d")[0], "tiny")
 # What the commands must not see; of all that begin with these, Slurm's manual pages name some.
 HOSTILE = {
     "SQUEUE_STATES": "RUNNING", "SQUEUE_FORMAT": "%u", "SQUEUE_USERS": "nobody",
@@ -33,13 +22,6 @@ HOSTILE = {
     "SLURM_TIME_FORMAT": "%s", "SLURM_CLUSTERS": "elsewhere", "SLURM_BITSTR_LEN": "1",
     "SBATCH_EXPORT": "NONE", "SBATCH_CLUSTERS": "elsewhere", "SRUN_EXPORT_ENV": "NONE",
     "SALLOC_PARTITION": "other", "SLURM_EXPORT_ENV": "NIL", "SLURM_DISTRIBUTION": "cyclic"}
-
-
-def arguments(tmp_path, verb, *options, more=()):
-    file = tmp_path / "mine.toml"
-    file.write_text(SITE.format(options=", ".join(f'"{word}"' for word in options)))
-    return [verb, "--site", str(file), "--table", "weak", "--scheme", "3d", "--ranks", "8",
-            "--preset", "tiny", "--out", str(tmp_path / "out"), *more]
 
 
 def test_no_variable_of_the_user_reaches_a_command(commands, monkeypatch):
@@ -71,7 +53,7 @@ def test_no_number_of_a_job_is_an_error_that_says_what_was_printed(
         commands, tmp_path, printed, capsys):
     commands.answer("sbatch", f"echo '{printed}'")
     commands.answer("squeue", "")
-    assert main(arguments(tmp_path, "submit")) == 1
+    assert main(command_of(tmp_path, "submit")) == 1
     said = capsys.readouterr()
     assert f"sbatch printed no number of a job, but {printed!r}; look with squeue" in said.err
     assert not (tmp_path / "out" / "jobs" / "submitted.jsonl").exists()
@@ -133,15 +115,14 @@ def test_a_job_that_squeue_does_not_show_is_under_way_by_its_final_state(
     commands.answer("scontrol", {"": GONE, "?": LOST}.get(
         state, f"echo 'JobId=7 JobState={state} Reason=None'"))
     commands.answer("sbatch", "echo 9")
-    given = arguments(tmp_path, "status")
-    mine = Work(site.load_site(given[2]), given[2], tmp_path / "out")
+    given, mine = command_of(tmp_path, "status"), work_at(tmp_path)
     mine.folder.mkdir(parents=True)
     standings.record_job(mine, kind, ROW.name if kind == "row" else "whale", "it", "7")
     assert main(given) == 0
     line = capsys.readouterr().out.splitlines()[kind == "training"]
     assert f": {standing}, job 7" in line, line
     if kind == "row":
-        assert main(arguments(tmp_path, "submit")) == int(state == "?")
+        assert main(command_of(tmp_path, "submit")) == int(state == "?")
         assert len(commands.asked("sbatch")) == 2 * (standing == "failed")    # and the last job
 
 
@@ -149,8 +130,7 @@ def test_a_row_that_was_stopped_is_not_submitted_while_its_next_job_is_under_way
         commands, tmp_path, capsys):
     commands.answer("squeue", "")
     commands.answer("scontrol", "echo JobState=RUNNING")
-    given = arguments(tmp_path, "status")
-    mine = Work(site.load_site(given[2]), given[2], tmp_path / "out")
+    given, mine = command_of(tmp_path, "status"), work_at(tmp_path)
     mine.folder.mkdir(parents=True)
     standings.record_job(mine, "row", ROW.name, ROW.title, "7")
     mine.runs(ROW).mkdir(parents=True)
@@ -175,16 +155,16 @@ def test_a_job_of_another_cluster_is_looked_for_there(commands, tmp_path, capsys
                                                       number):
     commands.answer("squeue", CLUSTERS)
     commands.answer("sbatch", "echo '7;east'")
-    options = ("--clusters=east,west",)
-    assert main(arguments(tmp_path, "submit", *options, more=more)) == 0
+    both = {"options": ["--clusters=east,west"]}
+    assert main(command_of(tmp_path, "submit", *more, slurm=both)) == 0
     assert f"job {job}: weak 3-D 8 ranks\n" in capsys.readouterr().out
     # The last job waits there too.
     assert f"--clusters=east --dependency=afterany:{number} " in commands.asked("sbatch")[-1]
     assert len(commands.asked("sbatch")) == 2
-    assert main(arguments(tmp_path, "submit", *options, more=more)) == 0
+    assert main(command_of(tmp_path, "submit", *more, slurm=both)) == 0
     assert "0 done, 1 under way, 0 to submit" in capsys.readouterr().out
     # Also when the site no longer names it.
-    assert main(arguments(tmp_path, "status")) == 0
+    assert main(command_of(tmp_path, "status")) == 0
     assert capsys.readouterr().out == f"weak 3-D 8 ranks: waiting, job {job}: Priority\n"
     # Ended there: its own final state and files, by its number.
     commands.answer("squeue", "")
@@ -193,7 +173,7 @@ def test_a_job_of_another_cluster_is_looked_for_there(commands, tmp_path, capsys
     folder = tmp_path / "out" / "jobs" / "runs" / ROW.name
     folder.mkdir(parents=True)
     (folder / f"ended-{job.partition(';')[0]}").write_text("cancelled\n")
-    assert main(arguments(tmp_path, "status", *options)) == 0
+    assert main(command_of(tmp_path, "status", slurm=both)) == 0
     assert capsys.readouterr().out == (
         f"weak 3-D 8 ranks: failed, job {job}: TIMEOUT; cancelled\n")
 
@@ -205,7 +185,7 @@ def test_a_job_whose_cluster_is_not_said_is_looked_for_where_the_site_says(comma
     commands.answer("squeue", "[[ \"$*\" != *--clusters=east* ]] || echo '7|PENDING|Priority'")
     commands.answer("sbatch", "echo 7")
     for expected in ("0 under way, 1 to submit", "1 under way, 0 to submit"):
-        assert main(arguments(tmp_path, "submit", option)) == 0
+        assert main(command_of(tmp_path, "submit", slurm={"options": [option]})) == 0
         assert expected in capsys.readouterr().out
 
 
@@ -223,9 +203,9 @@ def test_a_cluster_that_is_gone_keeps_nobody_from_the_others(commands, tmp_path,
     commands.answer("squeue", CLUSTERS.replace("exit 1", "echo no cluster gone >&2; exit 1"))
     commands.answer("scontrol", GONE)
     commands.answer("sbatch", "echo '8;west'")
-    given = arguments(tmp_path, "submit", "--cluster=west")
-    given[given.index("weak")] = "all"
-    mine = Work(site.load_site(given[2]), given[2], tmp_path / "out")
+    west = {"options": ["--cluster=west"]}
+    mine, given = (work_at(tmp_path, slurm=west),
+                   command_of(tmp_path, "submit", "--table", "all", slurm=west))
     mine.folder.mkdir(parents=True)
     standings.record_job(mine, "row", ROW.name, ROW.title, "7;gone")
     assert main(given) == 1
@@ -261,9 +241,9 @@ def test_a_lost_answer_of_sbatch_leaves_in_doubt_whether_it_took_the_job(
 def test_jobs_of_a_training_are_on_one_cluster(commands, tmp_path):
     """Where Slurm runs them one at a time, as they have one name."""
     commands.answer("sbatch", "echo '7;west'")
-    given = arguments(tmp_path, "train", "--clusters=east,west")[:3]
-    assert main([*given, "--out", str(tmp_path / "out"), "--ranks", "8", "--jobs", "3", "--submit",
-                 "--", "--steps", "5"]) == 0
+    name = site_file(tmp_path, slurm={"options": ["--clusters=east,west"]})
+    assert main(["train", "--site", name, "--out", str(tmp_path / "out"), "--ranks", "8", "--jobs",
+                 "3", "--submit", "--", "--steps", "5"]) == 0
     assert ["--clusters=west" in line for line in commands.asked("sbatch")] == [False, True, True]
 
 
@@ -272,9 +252,8 @@ def test_no_last_job_waits_for_those_of_two_clusters(commands, tmp_path, capsys)
     count = tmp_path / "count"
     commands.answer("sbatch", f"echo >> {count}; [ $(wc -l < {count}) = 1 ] && echo '7;east' || "
                               "echo '8;west'")
-    given = arguments(tmp_path, "submit", "--clusters=east,west")
-    given[given.index("weak")] = "all"
-    assert main(given) == 0
+    assert main(command_of(tmp_path, "submit", "--table", "all", slurm={
+        "options": ["--clusters=east,west"]})) == 0
     said = capsys.readouterr().out
     assert "the jobs are on 2 clusters, and none waits for those of another: collect" in said
     assert len(commands.asked("sbatch")) == 2 and os.path.exists(count)

@@ -41,9 +41,8 @@ def test_no_node_has_more_ranks_than_the_site_says(spare, tmp_path):
         witness = folder / "python"
         witness.write_text(WITNESS.format(said=folder / "said"))
         witness.chmod(0o755)
-        user = User(spare, folder, ranks=4, cores=8, gpus=4, exclusive=exclusive, python=witness)
-        user.site.write_text(user.site.read_text().replace(
-            "[node]", 'options = ["--export=NONE"]\n[node]') + 'MEANT = "so"\n')
+        user = User(spare, folder, ranks=4, cores=8, gpus=4, exclusive=exclusive, python=witness,
+                    slurm={"options": ["--export=NONE"]}, environment={"MEANT": "so"})
         done = spare.command(sys.executable, "-m", "jobs", "pipeline", "--site", str(user.site),
                              "--out", str(user.out), "--ranks", str(ranks), "--submit", "--",
                              "--stages", "1", "--scheme", "1d", cwd=ROOT)

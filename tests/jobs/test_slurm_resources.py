@@ -1,34 +1,24 @@
 """GPUs with a type, times and the last job's own partition, as a real Slurm understands them."""
-import math
 import re
 import sys
 
 import pytest
 
-from jobs import scripts, site
-from jobs.scripts import Work
+from jobs import scripts
+from sites import work_at
 from slurm_cluster import running
 from slurm_user import ON_SLURM
 from support import ROOT
 
 pytestmark = ON_SLURM
-SITE = """
-about = "nodes with four A100 each"
-[slurm]
-partition = "gpu"
-exclusive = false
-time = "0:10:00"
-{slurm}
-[collect]
-partition = "login"
-options = ["--mem=1G"]
-[node]
-ranks = 4
-gpus = "{gpus}"
-[launch]
-mpi = "none"
-gpu_binding = "{binding}"
-"""
+
+
+def made(folder, gpus="a100:4", binding="task", **slurm):
+    """The work of a site of nodes with four A100 each."""
+    return work_at(
+        folder, slurm={"partition": "gpu", "exclusive": False, "time": "0:10:00"} | slurm,
+        collect={"partition": "login", "options": ["--mem=1G"]}, node={"gpus": gpus},
+        launch={"mpi": "none", "gpu_binding": binding})
 
 
 @pytest.fixture(scope="module")
@@ -39,11 +29,9 @@ def typed(tmp_path_factory):
         yield cluster
 
 
-def ranks_of(cluster, folder, ranks=8, gpus="a100:4", binding="task", slurm=""):
+def ranks_of(cluster, folder, ranks=8, **more):
     """What each rank of a job with the options and the launcher of a site prints."""
-    path = folder / "mine.toml"
-    path.write_text(SITE.format(gpus=gpus, binding=binding, slurm=slurm))
-    work = Work(site.load_site(str(path)), str(path), folder / "out")
+    work = made(folder, **more)
     (work.folder / "logs").mkdir(parents=True)
     script = folder / "job.sh"
     script.write_text("\n".join([
@@ -59,9 +47,9 @@ def ranks_of(cluster, folder, ranks=8, gpus="a100:4", binding="task", slurm=""):
 
 
 @pytest.mark.parametrize("binding, slurm", [
-    ("task", ""), ("rank", ""), ("rank", 'gpu_option = "gres"')])
+    ("task", {}), ("rank", {}), ("rank", {"gpu_option": "gres"})])
 def test_ranks_have_gpus_of_the_type(typed, tmp_path, binding, slurm):
-    found = ranks_of(typed, tmp_path, binding=binding, slurm=slurm)
+    found = ranks_of(typed, tmp_path, binding=binding, **slurm)
     assert [int(rank) for rank, *_ in found] == list(range(8))
     for node in {node for _, node, *_ in found}:
         seen = [gpus.split(",") for _, at, _, gpus in found if at == node]
@@ -81,28 +69,9 @@ def test_the_site_of_a100_is_taken_and_another_type_refused(typed, tmp_path):
     status, lines = test_only("a100")
     assert status == 0 and len(lines) == 19, lines
     assert all("in partition gpu" in line for line in lines)
-    path = tmp_path / "mine.toml"
-    for slurm in ("", 'gpu_option = "gres"'):
-        path.write_text(SITE.format(gpus="a100:4", binding="rank", slurm=slurm))
-        status, lines = test_only(str(path))
+    for slurm in ({}, {"gpu_option": "gres"}):
+        status, lines = test_only(made(tmp_path, binding="rank", **slurm).name)
         assert status == 0 and [re.search("in partition (.*)", line)[1] for line in lines] == (
             ["gpu"] * 18 + ["login"])
-        path.write_text(SITE.format(gpus="h100:4", binding="rank", slurm=slurm))
-        status, lines = test_only(str(path))
+        status, lines = test_only(made(tmp_path, "h100:4", "rank", **slurm).name)
         assert status == 1 and sum(": refused: " in line for line in lines) == 18
-
-
-@pytest.mark.parametrize("text", ["90", "90:00", "5:30", "2:00:00", "1-12", "1-12:30",
-                                  "1-00:00:05", "0", "UNLIMITED", "0:00:30", "1:5:0"])
-def test_limits_of_time_are_what_slurm_takes_them_for(typed, text):
-    """It rounds to whole minutes."""
-    done = typed.command("sbatch", "--parsable", "--hold", f"--time={text}", "--wrap=true")
-    job = done.stdout.strip()
-    shown = typed.command("scontrol", "show", "job", job).stdout
-    typed.command("scancel", job)
-    limit = re.search(r"TimeLimit=(\S+)", shown)[1]
-    expected = site.time_limit(text)
-    if limit == "UNLIMITED":
-        assert expected == math.inf
-    else:
-        assert site.time_limit(limit) == math.ceil(expected / 60) * 60

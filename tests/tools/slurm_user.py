@@ -12,6 +12,7 @@ from bench.cases.case import make_case
 from bench.cases.selection import select_rows
 from bench.records import run_file
 from bench.reports.paper_tables import words_agree
+from sites import site_file
 from support import ROOT, processes_of
 
 # Of tests that start a Slurm.
@@ -19,32 +20,8 @@ ON_SLURM = [pytest.mark.slow, pytest.mark.limit(800), pytest.mark.skipif(
     MPI.COMM_WORLD.size > 1, reason="Slurm starts its own ranks: run without mpirun")]
 PATIENCE = 300    # seconds that jobs may take on a busy machine; on an idle one it is a tenth
 
-SITE = """
-about = "one machine that plays four nodes with four GPUs each"
-[slurm]
-partition = "all"
-exclusive = {exclusive}
-time = "{time}"
-warning = {warning}
-[node]
-ranks = {ranks}
-cores_per_rank = {cores}
-gpus = {gpus}
-[software]
-python = "{python}"
-[launch]
-mpi = "pmi2"
-gpu_binding = "{binding}"
-[run]
-options = [{options}]
-[environment]
-MPIR_CVAR_POLLS_BEFORE_YIELD = "1"
-MPIR_CVAR_ENABLE_HEAVY_YIELD = "1"
-MPIR_CVAR_CH4_NETMOD = "ofi"
-FI_PROVIDER = "tcp"
-"""
-QUICK = '"--repetitions=2", "--max-repetitions=2"'
-ENDLESS = '"--repetitions=1000000", "--max-repetitions=1000000"'
+QUICK, ENDLESS = ([f"--{most}repetitions={count}" for most in ("", "max-")]
+                  for count in (2, 1000000))
 
 
 def check_run(run):
@@ -70,11 +47,16 @@ class User:
         self.submitted = []
 
     def write_site(self, options=QUICK, python=sys.executable, time="0:10:00", warning=1,
-                   ranks=2, gpus=2, cores=1, exclusive=False):
+                   ranks=2, gpus=2, cores=1, exclusive=False, slurm={}, environment={},
+                   launch={"mpi": "pmi2"}):
         """By default two ranks a node, so that eight are on all four, and a GPU for each."""
-        self.site.write_text(SITE.format(
-            options=options, python=python, time=time, warning=warning, ranks=ranks, gpus=gpus,
-            cores=cores, exclusive=str(exclusive).lower(), binding="task" if gpus else "none"))
+        site_file(self.site.parent, slurm={
+            "partition": "all", "exclusive": exclusive, "time": time, "warning": warning} | slurm,
+            node={"ranks": ranks, "cores_per_rank": cores, "gpus": gpus},
+            software={"python": str(python)}, run={"options": options},
+            launch=launch | {"gpu_binding": "task" if gpus else "none"}, environment={
+                "MPIR_CVAR_POLLS_BEFORE_YIELD": "1", "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1",
+                "MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp"} | environment)
 
     def argv(self, verb, *more):
         return (verb, "--site", str(self.site), "--preset", "tiny", "--out", str(self.out),

@@ -40,12 +40,8 @@ class HostsCluster(slurm_cluster.Cluster):
 def run_job(cluster: HostsCluster, folder: Path, launcher: str) -> dict[str, object]:
     """Submit a row, wait for it, and return its outcome."""
     folder.mkdir()
-    user = User(cluster, folder, ranks=4, gpus=0)
-    text = user.site.read_text().replace('FI_PROVIDER = "tcp"', 'FI_PROVIDER = "tcp"\n'
-                                         'FI_TCP_IFACE = "eth0"')
-    if launcher == "mpirun":
-        text = text.replace('mpi = "pmi2"', 'launcher = "mpirun"')
-    user.site.write_text(text)
+    user = User(cluster, folder, ranks=4, gpus=0, environment={"FI_TCP_IFACE": "eth0"},
+                launch={"mpi": "pmi2"} if launcher == "srun" else {"launcher": launcher})
     user.submit()
     ended = user.quiet()
     runs = user.runs()
