@@ -183,7 +183,7 @@ def render(work: Work, cases: list[Row], arguments) -> None:
     single.make_folders(work)
     for one in cases:
         # As a whole: a job may be reading the old script.
-        atomic.replace(work.script(one), scripts.row_script(work, one), scripts.MODE)
+        atomic.replace(work.script(one.name), scripts.row_script(work, one), scripts.MODE)
     # The job may run in another folder.
     site = work.name if work.name in sites.supplied_sites() else Path(work.name).absolute()
     again = [f"--site={site}", f"--table={arguments.table}",
@@ -207,7 +207,7 @@ def overview(work: Work, cases: list[Row]) -> str:
               scripts.gpus_per_node(site, one.ranks) or "-",
               scripts.time_of(site, one.ranks), work.inside_of(one), fits.recompute,
               "-" if fits.peak is None else f"{fits.peak / 2 ** 30:.1f}",
-              "-" if fits.peak is None else "yes" if fits.fits else "NO", work.script(one).name]
+              "-" if fits.peak is None else "yes" if fits.fits else "NO", f"{one.name}.sh"]
              for one, fits in ((one, work.fit(one)) for one in cases)]
     columns = [Column(name) for name in ("row", "ranks", "nodes", "GPUs a node")]
     columns += [Column(name, align="<") for name in ("time", "inside", "recompute")]
@@ -254,7 +254,7 @@ def submit(work: Work, cases: list[Row], arguments) -> int:
 def submit_group(work: Work, group: list[Row], array: bool) -> list[str]:
     """Submit rows as a job array, or one as a job; return their jobs."""
     if not array:
-        jobs = [slurm.submit(work.script(group[0]))]
+        jobs = [slurm.submit(work.script(group[0].name))]
     else:
         script = work.folder / f"array-p{group[0].ranks:03d}-{group[0].preset}.sh"
         atomic.replace(script, scripts.array_script(work, group), scripts.MODE)
@@ -282,7 +282,7 @@ def test_only(work: Work, cases: list[Row], arguments) -> int:
     """Ask Slurm whether it would take each script; 1 if it would refuse one."""
     render(work, cases, arguments)
     refused = 0
-    for path in [*map(work.script, cases), work.folder / "collect.sh"]:
+    for path in [*(work.script(one.name) for one in cases), work.folder / "collect.sh"]:
         try:
             say(f"{path.name}: {slurm.test_only(path)}")
         except slurm.SlurmError as error:
@@ -292,7 +292,7 @@ def test_only(work: Work, cases: list[Row], arguments) -> int:
 
 
 def show_status(work: Work, cases: list[Row]) -> int:
-    """Print the state of all jobs; return 2 where a queue is silent, else 0."""
+    """Print the state of all jobs; return 1 where a queue is silent, else 0."""
     queue = standings.read_queue(work)
     found = standings.list_standings(work, cases, queue)
     say(*map(format_standing, found), *single.list_standings(work, queue))
@@ -300,7 +300,7 @@ def show_status(work: Work, cases: list[Row]) -> int:
         complain(f"warning: {line}")
     for why in dict.fromkeys(queue.silent.values()):
         complain(f"error: {why}")
-    return 2 if queue.silent else 0
+    return int(bool(queue.silent))
 
 
 def run_verb(arguments) -> int:

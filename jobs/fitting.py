@@ -57,13 +57,17 @@ def fit_row(site: Site, case: Case | TrainingCase, recompute: str | None = None)
 
     A training has the recomputation of its own.
     """
-    most = rank_memory(site, case.ranks)
-    if isinstance(case, TrainingCase):
-        own = case.config.division.recompute
-        return RowFit(own) if most is None else _fit_training(case, own, most)
-    how, scheme = case.variant, case.row.scheme
+    most, trains = rank_memory(site, case.ranks), isinstance(case, TrainingCase)
+    if trains:
+        recompute = case.config.division.recompute
     if most is None:
         return RowFit(recompute or "none")
+    if trains:    # with its optimizer
+        model = PipelineModel.of(case.measured, case.ranks)
+        found = max(peak_bytes(model, stage, optimizer=True)
+                    for stage in {0, case.config.division.stages - 1})
+        return RowFit(recompute, found, found <= most, chosen=True)
+    how, scheme = case.variant, case.row.scheme
     grid = find_scheme(scheme).default_grid(case.row.gpus)
     stack = replace(row_stack(how, case.sizes, recompute or "none"), dtype=numpy_dtype(how))
     if recompute:
@@ -71,14 +75,6 @@ def fit_row(site: Site, case: Case | TrainingCase, recompute: str | None = None)
         return RowFit(recompute, found, found <= most, chosen=True)
     name, found = memory_fit.choose_policy(scheme, grid, stack, most, how)
     return RowFit(name or "none", found, name is not None)
-
-
-def _fit_training(case: TrainingCase, recompute: str, most: int) -> RowFit:
-    """Decide whether a training fits, with its optimizer."""
-    model = PipelineModel.of(case.measured, case.ranks)
-    found = max(peak_bytes(model, stage, optimizer=True)
-                for stage in {0, case.config.division.stages - 1})
-    return RowFit(recompute, found, found <= most, chosen=True)
 
 
 def numpy_dtype(how: Variant) -> str:

@@ -9,7 +9,7 @@ import os
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any
 
 import jinja2
 import msgspec
@@ -72,13 +72,13 @@ class Work:
         """Decide how a row fits the memory of the site's ranks."""
         return fit_row(self.site, case, self.recompute)
 
-    def runs(self, case: Row) -> Path:
-        """Return the folder into which the jobs of a row write."""
-        return self.folder / "runs" / case.name
+    def runs(self, name: str) -> Path:
+        """Return the folder into which the jobs of a row, a pipeline or a training write."""
+        return self.folder / "runs" / name
 
-    def script(self, case: Row) -> Path:
-        """Return the path of a row's script."""
-        return self.folder / f"{case.name}.sh"
+    def script(self, name: str) -> Path:
+        """Return the path of their script."""
+        return self.folder / f"{name}.sh"
 
     def inside_of(self, case: Row) -> str:
         """Return the direction of the grid that stays inside a node; "-" for a training's mesh."""
@@ -139,7 +139,7 @@ def slurm_options(work: Work, name: str, ranks: int, of: Slurm | Collect) -> lis
     """List the options of sbatch for a job on a number of ranks, from a table of the site."""
     number, last = "%A_%a" if name.endswith("-array") else "%j", isinstance(of, Collect)
     chosen = [f"--job-name={name}", f"--time={of.time if last else time_of(work.site, ranks)}",
-              f"--output={word(check_path(work.folder))}/logs/%x-{number}.out"]
+              f"--output={word(work.folder)}/logs/%x-{number}.out"]
     for key in ("partition", "account", "qos", "constraint"):
         value = getattr(of, key)
         if value is not None:
@@ -219,8 +219,7 @@ def launch_command(site: Site, ranks: int) -> list[str]:
 
 def row_script(work: Work, case: Row) -> str:
     """Write the script that measures one row."""
-    site, folder, most = work.site, word(check_path(work.runs(case))), None
-    every = [f"--out={folder}", f"--backend={site.run.backend}"]
+    site, memory = work.site, []
     if isinstance(case, TrainingCase):
         verb, named = " ".join(case.verb), [case.selector]
         own = [f"--machine={word(work.machine)}"] if work.machine else []
@@ -232,81 +231,53 @@ def row_script(work: Work, case: Row) -> str:
         recompute, most = work.fit(case).recompute, rank_memory(site, case.ranks)
         own = [f"--inside={work.inside_of(case)}", f"--recompute={recompute}",
                *case.variant.arguments()]
-    job = Job(verb, f"{case.title}, preset {case.preset}", f"mm3d-{case.name}", case.ranks, folder,
-              [*named, *every, *own, *site.run.options])
-    return _script(work, job, memory=dry_options(case, recompute, most) if most else [])
+        memory = dry_options(case, recompute, most) if most else []
+    run = [*named, f"--out={word(work.runs(case.name))}", f"--backend={site.run.backend}", *own,
+           *site.run.options]
+    return _script(work, verb, f"{case.title}, preset {case.preset}", case.name, case.ranks, run,
+                   memory=memory)
 
 
-def pipeline_script(work: Work, name: str, ranks: int, words: list[str]) -> str:
-    """Write the script that runs ``bench measure pipeline`` with `words` on `ranks` ranks."""
-    folder = word(check_path(work.folder / "runs" / name))
-    run = [f"--out={word(work.out / 'pipeline')}", f"--backend={work.site.run.backend}",
-           *map(word, words)]
-    return _script(work, Job("measure pipeline", f"Pipelines on {ranks} ranks", f"mm3d-{name}",
-                             ranks, folder, run))
+def verb_script(work: Work, verb: str, name: str, ranks: int, words: list[str]) -> str:
+    """Write the script that runs ``bench measure pipeline`` or ``bench train`` with `words`.
 
-
-def training_script(work: Work, name: str, ranks: int, words: list[str]) -> str:
-    """Write the script that runs ``bench train`` with `words`, or goes on where a job stopped.
-
-    Jobs of the same training are submitted under one name, and Slurm runs one of them at a time.
+    A training goes on where a job stopped.  Its jobs are submitted under one name, and Slurm runs
+    one of them at a time.
     """
-    checkpoints = word(check_path(work.out / "train" / name))
-    run = [f"--out={word(work.out / 'train')}", f"--checkpoints={checkpoints}",
+    trains, kind = verb == "train", verb.split()[-1]
+    saved = word(work.out / kind / name)
+    run = [f"--out={word(work.out / kind)}", *[f"--checkpoints={saved}"] * trains,
            f"--backend={work.site.run.backend}", *map(word, words)]
-    return _script(work, Job("train", f"Training {name} on {ranks} ranks", f"mm3d-{name}", ranks,
-                             word(check_path(work.folder / "runs" / name)), run),
-                   ["--dependency=singleton"], checkpoints=checkpoints)
+    title = f"{f'Training {name}' if trains else 'Pipelines'} on {ranks} ranks"
+    return _script(work, verb, title, name, ranks, run, checkpoints=saved)
 
 
-@dataclass(frozen=True)
-class Job:
-    """State what a job runs.
+def _script(work: Work, verb: str, title: str, name: str, ranks: int, run: list[str],
+            **values: Any) -> str:
+    """Write the script that checks a job and then runs a verb of bench with the words `run`.
 
-    Attributes
-    ----------
-    verb, title, name : str
-        The verb of ``bench``, a title for people, and the name in the queue.
-    ranks : int
-        Number of ranks.
-    folder : str
-        Where it writes, as a word of the shell.
-    run : list of str
-        The words after the verb.
+    `values` are for the verb's part of the template.
     """
-
-    verb: str
-    title: str
-    name: str
-    ranks: int
-    folder: str
-    run: list[str]
-
-
-def _script(work: Work, job: Job, more: Sequence[str] = (), **values: Any) -> str:
-    """Write the script that checks a job and then runs its verb.
-
-    `more` are further options of sbatch, and `values` are for the verb's part of the template.
-    """
-    site, stops = work.site, job.verb in STOPPING
-    doctor = [f"--ranks={job.ranks}",
-              f"--launcher={shlex.join(launch_command(site, job.ranks))}",
-              f"--seen={job.folder}", f"--out={job.folder}", f"--limit={LIMIT}",
+    site, stops, folder = work.site, verb in STOPPING, word(work.runs(name))
+    doctor = [f"--ranks={ranks}",
+              f"--launcher={shlex.join(launch_command(site, ranks))}",
+              f"--seen={folder}", f"--out={folder}", f"--limit={LIMIT}",
               f"--ranks-per-node={site.node.ranks}", f"--backend={site.run.backend}",
-              *[f"--module={name}" for name in site.software.modules]]
+              *[f"--module={module}" for module in site.software.modules]]
     if site.launch.gpu_binding != "none":
-        doctor.append(f"--gpus-per-node={gpus_per_node(site, job.ranks)}")
+        doctor.append(f"--gpus-per-node={gpus_per_node(site, ranks)}")
     if site.run.device_buffers:
         doctor.append("--device-buffers")
-    options = [*row_options(work, job.name, job.ranks, stops), *more]
+    options = [*row_options(work, f"mm3d-{name}", ranks, stops),
+               *["--dependency=singleton"] * (verb == "train")]
     names = {option.removeprefix("--").partition("=")[0] for option in options}
     return TEMPLATES.get_template("row.sh.j2").render(
-        verb=job.verb, words=job.verb.split(), stops=stops, title=job.title, site=site,
-        root=word(ROOT), folder=job.folder, options=options,
+        verb=verb, words=verb.split(), stops=stops, title=title, site=site,
+        root=word(ROOT), folder=folder, options=options,
         handed_on=[one.upper().replace("-", "_") for one in HANDED_ON if one in names],
-        launch=launch_command(site, job.ranks), environment=describe_environment(site),
-        variables=[name for name in variables_of(site) if not launcher.is_launchers(name)],
-        limit=LIMIT, doctor=doctor, run=job.run, **{"memory": (), **values})
+        launch=launch_command(site, ranks), environment=describe_environment(site),
+        variables=[one for one in variables_of(site) if not launcher.is_launchers(one)],
+        limit=LIMIT, doctor=doctor, run=run, **{"memory": (), **values})
 
 
 def array_script(work: Work, cases: list[Row]) -> str:

@@ -55,10 +55,9 @@ def write_and_submit(verb: str, site: str, out: str | None, ranks: int, words: l
     name = check_name(name or f"{verb}-p{ranks:03d}" + f"-{digest[:DIGITS]}" * (
         verb == "pipeline"))
     work = make_work(site, out)
-    script = work.folder / f"{name}.sh"
-    write = scripts.pipeline_script if verb == "pipeline" else scripts.training_script
-    atomic.replace(script, write(work, name, ranks, words), scripts.MODE)    # as a whole: a job
-    say(script)                                                          # may be reading the old
+    script, text = work.script(name), scripts.verb_script(work, VERBS[verb], name, ranks, words)
+    atomic.replace(script, text, scripts.MODE)    # as a whole: a job may be reading the old one
+    say(script)
     kind = "pipeline" if verb == "pipeline" else "training"
     if kind == "training":
         say(f"{name}: {standing(work, name)}")
@@ -86,14 +85,12 @@ def list_standings(work: Work, queue: slurm.Queue) -> list[str]:
     found = []
     for kind in standings.KINDS[1:]:
         for name, jobs in standings.read_submitted(work, kind).items():
-            folder = work.folder / "runs" / name
             waiting = [job for job in jobs if job in queue.jobs]
             job = waiting[0] if waiting else jobs[-1]    # of one name, the first runs first
-            ended = folder / f"ended-{slurm.number_of(job)}"
-            own = ended.read_text("utf-8", "replace").strip() if ended.exists() else ""
+            own = standings.own_ending(work, name, job)
             state, reason = standings.DONE, ""
             if waiting or own != "done":
-                state, reason = standings.describe_job(work, folder, job, queue)
+                state, reason = standings.describe_job(work, name, job, queue)
             if state == standings.FAILED and own.startswith("stopped near"):
                 state = standings.STOPPED
             parts = [reason, progress(work, name) if kind == "training" else ""]
@@ -114,7 +111,7 @@ def check_name(name: str) -> str:
 
 def standing(work: Work, name: str) -> str:
     """Describe how far a training is, and how its last job ended."""
-    ended = sorted((work.folder / "runs" / name).glob("ended-*"),
+    ended = sorted(work.runs(name).glob("ended-*"),
                    key=lambda path: (path.stat().st_mtime, path.name))
     last = [path.read_text("utf-8", "replace").strip() for path in ended[-1:]]
     return "; ".join([progress(work, name), *(f"its last job: {text}" for text in last)])
@@ -122,7 +119,7 @@ def standing(work: Work, name: str) -> str:
 
 def progress(work: Work, name: str) -> str:
     """Describe how far a training is."""
-    if (work.folder / "runs" / name / "complete").exists():
+    if (work.runs(name) / "complete").exists():
         return "complete"
     found = checkpoints(work.out / "train" / name)
     return f"step {step_of(found[-1])} is saved" if found else "no checkpoint yet"

@@ -1,6 +1,7 @@
 """Read and check the site file that describes a cluster."""
 
 import math
+import operator
 import re
 from importlib import resources
 from pathlib import Path
@@ -127,12 +128,8 @@ def time_limit(text: str) -> float | None:
     if not found:
         return None
     parts = [int(part) for part in text.rpartition("-")[2].split(":")]
-    if found["days"]:
-        parts = [int(found["days"]), *parts, 0, 0][:4]
-    else:
-        parts = [0, 0, *parts, 0] if len(parts) == 1 else [0] * (4 - len(parts)) + parts
-    days, hours, minutes, seconds = parts
-    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds or math.inf
+    units = (3600, 60, 1) if found["days"] or len(parts) == 3 else (60, 1)
+    return 86400 * int(found["days"] or 0) + sum(map(operator.mul, parts, units)) or math.inf
 
 
 def _option_problems(site: Site) -> Iterator[str]:

@@ -81,12 +81,16 @@ def record_job(work: Work, kind: str, name: str, title: str, job: str) -> None:
 
 def read_submitted(work: Work, kind: str = "row") -> dict[str, list[str]]:
     """Read the jobs of each row, or other `kind`, by name, the latest last."""
-    path = submissions_file(work)
     found: dict[str, list[str]] = {}
-    for entry in journal.read_entries(path) if path.exists() else []:
-        if {kind, "job"} <= entry.keys():
-            found.setdefault(entry[kind], []).append(entry["job"])
+    for entry in _entries(work, kind):
+        found.setdefault(entry[kind], []).append(entry["job"])
     return found
+
+
+def _entries(work: Work, kind: str) -> list[dict[str, str]]:
+    path = submissions_file(work)
+    return [entry for entry in (journal.read_entries(path) if path.exists() else [])
+            if {kind, "job"} <= entry.keys()]
 
 
 def present_source() -> str:
@@ -97,17 +101,17 @@ def present_source() -> str:
 def list_other_sources(work: Work, found: list[Standing]) -> list[str]:
     """Say which rows ran, or would run, from other source than they were submitted with.
 
-    Jobs run what lies in the checkout when they start.
+    Jobs run what lies in the checkout when they start.  Any job of a row may have measured it.
     """
-    path, now = submissions_file(work), present_source()
-    before = {entry["job"]: entry["source"] for entry in (
-        journal.read_entries(path) if path.exists() else []) if {"job", "source"} <= entry.keys()}
     groups: dict[str, list[str]] = {}
     for one in found:
-        source = now if one.state == WAITING else one.source
-        if source and source != before.get(one.job, source):
-            verb = "waits, and would run" if one.state == WAITING else "ran"
-            groups.setdefault(f"submitted from commit {before[one.job]}, {verb} from {source}",
+        waits = one.state == WAITING
+        source = present_source() if waits else one.source
+        before = [entry["source"] for entry in _entries(work, "row")
+                  if entry["row"] == one.case.name and "source" in entry]
+        if source and before and source not in (before[-1:] if waits else before):
+            verb = "waits, and would run" if waits else "ran"
+            groups.setdefault(f"submitted from commit {before[-1]}, {verb} from {source}",
                               []).append(one.case.title)
     return [f"{what}: {', '.join(titles)}" for what, titles in groups.items()]
 
@@ -124,7 +128,7 @@ def read_results(work: Work, case: Row) -> tuple[list[tuple[Path, Measurements]]
     also the problems of files and folders that cannot be read.
     """
     found, unread = [], []
-    for folder in (work.runs(case), work.out):
+    for folder in (work.runs(case.name), work.out):
         try:
             paths = run_file.list_files(folder, f"{case.name}-")
         except Unreadable as error:
@@ -176,15 +180,12 @@ def _standing(work: Work, case: Row, job: str, queue: slurm.Queue) -> Standing:
     if whole:
         return Standing(case, DONE, job, f"{len(whole[-1].scales['repetition'])} repetitions",
                         source_of(whole[-1]))
-    state, reason = MISSING, ""
-    if job:
-        state, reason = describe_job(work, work.runs(case), job, queue)
+    state, reason = describe_job(work, case.name, job, queue) if job else (MISSING, "")
     if unread and state in (MISSING, FAILED):
         return Standing(case, UNCLEAR, job, unread[0])
     if found and state in (MISSING, FAILED):
         return Standing(case, STOPPED, job, f"with {len(found[-1].scales['repetition'])} "
-                                            "repetitions, as its time was over",
-                        source_of(found[-1]))
+                        "repetitions, as its time was over", source_of(found[-1]))
     return Standing(case, state, job, reason)
 
 
@@ -193,28 +194,27 @@ def source_of(run: Measurements) -> str:
     return describe_source(run.environment["git_commit"], run.environment["git_clean"])
 
 
-def describe_job(work: Work, folder: Path, job: str, queue: slurm.Queue) -> tuple[str, str]:
-    """Return the state, as in a `Standing`, of a job without a result, and the reason.
-
-    The job writes into `folder` how it ended.
-    """
+def describe_job(work: Work, name: str, job: str, queue: slurm.Queue) -> tuple[str, str]:
+    """Return the state, as in a `Standing`, of a job of this `name` and no result, and why."""
     state = queue.state(job)
     if state.name in QUEUEING:
         return WAITING, state.reason
     if state.name == slurm.UNKNOWN:
-        return UNCLEAR, explain_ending(work, folder, job,
-                                       f"whether it has ended: {state.reason}")
+        return UNCLEAR, explain_ending(work, name, job, f"whether it has ended: {state.reason}")
     if state.ended:
-        return FAILED, explain_ending(work, folder, job, state.name)
+        return FAILED, explain_ending(work, name, job, state.name)
     return RUNNING, state.name.lower() * (state.name != "RUNNING")
 
 
-def explain_ending(work: Work, folder: Path, job: str, said: str) -> str:
+def own_ending(work: Work, name: str, job: str) -> str:
+    """Return how a job says that it ended; "" if it does not."""
+    path = work.runs(name) / f"ended-{slurm.number_of(job)}"
+    return path.read_text("utf-8", "replace").strip() if path.exists() else ""
+
+
+def explain_ending(work: Work, name: str, job: str, said: str) -> str:
     """Explain why a job has no result, from Slurm's answer `said`, its script and its log."""
-    parts, number = [said], slurm.number_of(job)
-    own = folder / f"ended-{number}"
-    if own.exists():
-        parts.append(own.read_text("utf-8", "replace").strip())
+    parts = [said, own_ending(work, name, job)]
     for log, lines in read_logs(work, job):
         new = [line for line in lines if line.removeprefix("error: ") not in parts]
         telling = [line for line in new if line.startswith(("failed", "error:", "slurmstepd:"))]

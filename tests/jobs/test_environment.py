@@ -26,7 +26,7 @@ def shell(tmp_path, work, names=(), collect=False, **env):
                       scripts.row_script(work, ROW))
     done = subprocess.run(["bash", str(script)], text=True, capture_output=True, timeout=60,
                           env={"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7"} | env)
-    ended = work.runs(ROW) / "ended-7"
+    ended = work.runs(ROW.name) / "ended-7"
     return (done.returncode, dict(line.partition("=")[::2] for line in done.stdout.splitlines()
                                   if "=" in line),
             ended.read_text().strip() if ended.exists() else None, done.stderr)
@@ -122,7 +122,7 @@ def test_variables_of_the_script_itself(tmp_path):
     """Every one that any script assigns, also without exporting it."""
     work = make(tmp_path, {"A": "b"}, ["true"], ["m"], **ORDER)
     texts = [scripts.row_script(work, ROW), scripts.array_script(work, [ROW]),
-             scripts.collect_script(work, []), scripts.training_script(work, "a", 8, [])]
+             scripts.collect_script(work, []), scripts.verb_script(work, "train", "a", 8, [])]
     found = {name for text in texts for name in re.findall(
         r"(?:^|;|export|for|local|\|\|)\s*([A-Za-z_]\w*)(?:\+?=| in )", text, re.M)}
     assert {"folder", "job", "launch", "row", "mm3d_trouble", "SRUN_CPUS_PER_TASK"} < found
@@ -134,5 +134,5 @@ def test_an_order_of_gpus(tmp_path):
     assert shell(tmp_path, work, ["MM3D_GPU_ORDER"])[1] == {"MM3D_GPU_ORDER": "3,2,1,0"}
     assert "--variable=MM3D_GPU_ORDER=$MM3D_GPU_ORDER" in scripts.row_script(work, ROW)
     # It says nothing of a part of them.
-    assert "--gpus-per-node=a100:4" in scripts.pipeline_script(work, "a", 2, [])
+    assert "--gpus-per-node=a100:4" in scripts.verb_script(work, "measure pipeline", "a", 2, [])
     assert "MM3D_GPU_ORDER" not in scripts.row_script(make(tmp_path), ROW)

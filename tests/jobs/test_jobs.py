@@ -118,7 +118,7 @@ def test_a_training_step_on_a_mesh_is_a_row_like_the_others(tmp_path, capsys, co
     assert "rows of 8 ranks: measured, but not predicted: no machine given (--machine)\n" in said
     array = (mine.folder / "array-p008-tiny.sh").read_text()
     assert "--array=0-10" in array and "--signal" not in array
-    mine.runs(row).mkdir(parents=True)
+    mine.runs(row.name).mkdir(parents=True)
 
     def standing():
         assert main(["status", *given]) == 0
@@ -128,9 +128,9 @@ def test_a_training_step_on_a_mesh_is_a_row_like_the_others(tmp_path, capsys, co
     waited = replace(computed_step(3), configuration=training(preset="").settings)
     for one in (waited_step(3, 1.0, 1.0), computed_step(3, vocab=7), waited):
         with contextlib.suppress(StoreError):
-            run_file.write_run(one, mine.runs(row), row.name)
+            run_file.write_run(one, mine.runs(row.name), row.name)
     assert ": failed, " in standing()
-    run_file.write_run(computed_step(3), mine.runs(row), row.name)
+    run_file.write_run(computed_step(3), mine.runs(row.name), row.name)
     assert standing() == f"{row.title}: done, job 7_2: 3 repetitions"
     assert main(["collect", *given]) == 1
     assert "1 of 11 rows done" in capsys.readouterr().out
@@ -192,7 +192,7 @@ def executed(tmp_path, software=(), launcher="srun", variables=(), limit=scripts
     assert f"{clock}{scripts.LIMIT} " in text
     script.write_text(text.replace(f"{clock}{scripts.LIMIT} ", f"{clock}{limit} "))
     done = bash(script, env, **dict(variables))
-    return done, (mine.runs(ROW) / "ended-7").read_text().strip()
+    return done, (mine.runs(ROW.name) / "ended-7").read_text().strip()
 
 
 def test_a_script_that_succeeds_says_so(tmp_path):
@@ -407,7 +407,7 @@ def test_how_a_row_stands(tmp_path, commands):
     mine, row = work_at(tmp_path), ROW.row
     commands.answer("scontrol", "echo JobState=TIMEOUT")
     (mine.folder / "logs").mkdir(parents=True)
-    mine.runs(ROW).mkdir(parents=True)
+    mine.runs(ROW.name).mkdir(parents=True)
 
     def standing(**queue):
         found = {"7": slurm.State(**queue)} if queue else {}
@@ -420,7 +420,7 @@ def test_how_a_row_stands(tmp_path, commands):
     assert standing(name="PENDING", reason="Priority") == ("waiting", "Priority")
     assert standing(name="RUNNING", reason="None") == ("running", "")
     assert standing() == ("failed", "TIMEOUT")
-    (mine.runs(ROW) / "ended-7").write_text("the pre-flight checks failed, see the log\n")
+    (mine.runs(ROW.name) / "ended-7").write_text("the pre-flight checks failed, see the log\n")
     (mine.folder / "logs" / "mm3d-x-7.out").write_text(
         "ok      nodes  2\nfailed  gpus        rank 0 sees no GPU\nbye\n")
     why = "TIMEOUT; the pre-flight checks failed, see the log; jobs/logs/mm3d-x-7.out: "
@@ -433,9 +433,9 @@ def test_how_a_row_stands(tmp_path, commands):
     assert standing() == ("failed", why.removesuffix(": "))    # which log, at least
     short = made_up(row, preset="tiny")
     short.configuration["ended_by"] = "stopped"
-    run_file.write_run(short, mine.runs(ROW), ROW.name)
+    run_file.write_run(short, mine.runs(ROW.name), ROW.name)
     assert standing() == ("stopped early", "with 3 repetitions, as its time was over")
-    (mine.runs(ROW) / f"{ROW.name}-broken.h5").write_text("no HDF5")
+    (mine.runs(ROW.name) / f"{ROW.name}-broken.h5").write_text("no HDF5")
     run_file.write_run(made_up(row, preset="tiny", created="2031-01-02T03:04:05+00:00"), mine.out,
                        ROW.name)
     assert standing()[0] == "done"
@@ -508,11 +508,27 @@ def test_a_row_whose_source_is_not_the_submitted_one_is_named(tmp_path, commands
         path.write_text(path.read_text().replace(now, then))
         assert main(command_of(tmp_path, "status")) == 0
         assert capsys.readouterr().err == said
-    journal.check_folder(mine.runs(ROW))
-    run_file.write_run(made_up(ROW.row), mine.runs(ROW), ROW.name)
+    journal.check_folder(mine.runs(ROW.name))
+    run_file.write_run(made_up(ROW.row), mine.runs(ROW.name), ROW.name)
     said = f"{begin}ran from 0123456789ab: {ROW.title}\n"
     for verb in ("status", "collect"):
         assert main(command_of(tmp_path, verb)) == 0 and said in capsys.readouterr().err
+
+
+def test_a_row_that_stopped_in_an_earlier_job_has_the_source_of_that_job(
+        tmp_path, commands, capsys):
+    commands.answer("squeue", "")
+    commands.answer("scontrol", "echo JobState=FAILED")
+    mine, stopped = work_at(tmp_path), made_up(ROW.row, preset="tiny")
+    stopped.configuration["ended_by"] = "stopped"
+    journal.check_folder(mine.runs(ROW.name))
+    run_file.write_run(stopped, mine.runs(ROW.name), ROW.name)
+    standings.submissions_file(mine).write_text("".join(
+        f'{{"row": "{ROW.name}", "job": "{job}", "source": "{source}"}}\n'
+        for job, source in ((6, "0123456789ab"), (7, "fedcba987654"))))
+    assert main(command_of(tmp_path, "status")) == 0
+    said = capsys.readouterr()
+    assert ": stopped early, job 7" in said.out and not said.err
 
 
 def test_an_element_of_an_array_runs_the_script_that_was_submitted(tmp_path):
@@ -524,11 +540,12 @@ def test_an_element_of_an_array_runs_the_script_that_was_submitted(tmp_path):
     array.write_text(scripts.array_script(mine, rows))
     for one in rows:
         journal.check_folder(mine.folder)
-        mine.script(one).write_text("exit 9")
+        mine.script(one.name).write_text("exit 9")
     element = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "1"}
     assert bash(array, env, **element).returncode == 0
-    assert (mine.runs(rows[1]) / "ended-5_1").read_text() == "done\n"
-    assert not mine.runs(rows[0]).exists() and "--table=strong" in (tmp_path / "said").read_text()
+    assert (mine.runs(rows[1].name) / "ended-5_1").read_text() == "done\n"
+    assert not mine.runs(rows[0].name).exists()
+    assert "--table=strong" in (tmp_path / "said").read_text()
 
 
 @pytest.mark.parametrize("array, job", [((), "77"), (("--array",), "77_0")])
@@ -556,8 +573,8 @@ def test_collect_merges_and_names_what_is_missing(tmp_path, capsys, monkeypatch)
             found.folder) or made)
     mine = work_at(tmp_path)
     other = make_case(select_rows("strong", "3d")[0], "tiny")
-    mine.runs(ROW).mkdir(parents=True)
-    path = run_file.write_run(made_up(ROW.row, preset="tiny"), mine.runs(ROW), ROW.name)
+    mine.runs(ROW.name).mkdir(parents=True)
+    path = run_file.write_run(made_up(ROW.row, preset="tiny"), mine.runs(ROW.name), ROW.name)
     verb = command_of(tmp_path, "collect", "--table", "all")
     assert main(verb) == 1
     text = capsys.readouterr().out
@@ -599,7 +616,7 @@ def test_wrong_arguments(tmp_path, options, message, capsys):
 
 def test_without_slurm(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert main(["status", "--site", "cpu", "--out", str(tmp_path / "out")]) == 2
+    assert main(["status", "--site", "cpu", "--out", str(tmp_path / "out")]) == 1
     assert "there is no squeue on PATH" in capsys.readouterr().err
 
 

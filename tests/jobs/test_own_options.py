@@ -76,8 +76,8 @@ def test_every_option_that_a_script_sets_is_known_as_its_own(tmp_path):
         launch={"gpu_binding": "task"},
         slurm=SITE["slurm"] | {"mail": "me@there", "gres": "nvme:1"}))
     texts = [scripts.row_script(mine, ROW), scripts.array_script(mine, [ROW]),
-             scripts.collect_script(mine, []), scripts.training_script(mine, "a", 8, []),
-             scripts.pipeline_script(mine, "b", 8, [])]
+             scripts.collect_script(mine, []), scripts.verb_script(mine, "train", "a", 8, []),
+             scripts.verb_script(mine, "measure pipeline", "b", 8, [])]
     set_by_job = {option for text in texts for option in options_of(text)}
     assert len(set_by_job) > 15
     assert [option for option in set_by_job if not any(list_overrides("sbatch", [option]))] == []

@@ -21,7 +21,7 @@ from sites import ROW, ROWS, options_of, work_at
 def test_gpus_by_type_and_by_the_option_that_a_site_knows(tmp_path, gpus, slurm, ranks, expected):
     mine = work_at(tmp_path, node={"gpus": gpus, "ranks": 8 if "3g" in str(gpus) else 4},
                    slurm=slurm)
-    found = options_of(scripts.pipeline_script(mine, "a", ranks, []))
+    found = options_of(scripts.verb_script(mine, "measure pipeline", "a", ranks, []))
     assert [option for option in found if re.match("--g(pu|res)", option)] == expected
 
 
@@ -36,7 +36,7 @@ def test_limits_of_time_by_ranks(tmp_path, capsys):
     times = {ranks: next(option for option in options_of(scripts.row_script(mine, one))
                          if option.startswith("--time=")) for ranks, one in ROWS.items()}
     assert times == {8: "--time=1:00:00", 64: "--time=1-0"}
-    assert "--time=90" in options_of(scripts.training_script(mine, "a", 36, []))
+    assert "--time=90" in options_of(scripts.verb_script(mine, "train", "a", 36, []))
     assert "--time=1-0" in options_of(scripts.array_script(mine, [ROWS[64]]))
     assert main(["render", "--site", mine.name, "--out", str(mine.out), "--table", "weak",
                  "--scheme", "3d"]) == 0
