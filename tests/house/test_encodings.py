@@ -53,12 +53,3 @@ def test_no_text_is_left_to_the_locale():
     "io.TextIOWrapper(raw)", "os.fdopen(3)"])
 def test_what_is_left_to_the_locale_is_seen(source):
     assert left_to_the_locale(ast.parse(source))
-
-
-@pytest.mark.parametrize("source", [
-    "open(path, 'rb')", "open(path, mode='xb')", "os.open(path, flags)", "path.open('rb')",
-    "open(path, encoding='utf-8')", "path.read_text('utf-8', 'replace')", "path.read_bytes()",
-    "subprocess.run(words)", "tempfile.TemporaryFile()", "read_text(path, what, remedy)",
-    "subprocess.run(words, text=True, encoding='utf-8', errors='replace')"])
-def test_what_names_its_encoding_is_not(source):
-    assert not left_to_the_locale(ast.parse(source))
