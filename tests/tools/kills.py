@@ -49,54 +49,44 @@ def killed(folder: Path, seconds: float, begun: bool, *options: str) -> bool:
     return process.returncode != 0
 
 
-class Watch:
-    """What was found in a folder before, and must stay as it was."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.seen = folder, {}
-
-    def check(self) -> None:
-        """All that is finished is there, whole, unchanged, and once in each reproduction."""
-        found = {path.name: path for path in self.folder.glob("*.h5")}
-        assert self.seen.keys() <= found.keys(), self.seen.keys() - found.keys()
-        times = Counter()
-        for name, path in found.items():
-            run = run_file.read_run(path)
-            digest = hashlib.blake2b(path.read_bytes()).hexdigest()
-            assert self.seen.setdefault(name, digest) == digest, name
-            times[run.configuration["order"], name.rpartition("-tiny-")[0]] += 1
-        assert set(times.values()) <= {1}, times
-        for entry in self.journal():
-            if entry["event"] == "row":
-                assert entry["outcome"] == "done" and entry["line"].split()[-1] in found, entry
-
-    def journal(self) -> list[dict]:
-        """The entries of the journal that are whole."""
-        path = self.folder / NAME
-        return read_entries(path) if path.exists() else []
+def journal_of(folder: Path) -> list[dict]:
+    """The entries of a journal that are whole."""
+    return read_entries(folder / NAME) if (folder / NAME).exists() else []
 
 
-def kill_and_go_on(folder: Path, kills: int, seed: int, longest: float) -> dict[str, int]:
+def check(folder: Path, seen: dict[str, str]) -> None:
+    """All that is finished is there, whole, as it was `seen` before, and once in each order."""
+    found = {path.name: path for path in folder.glob("*.h5")}
+    assert seen.keys() <= found.keys(), seen.keys() - found.keys()
+    times = Counter()
+    for name, path in found.items():
+        run = run_file.read_run(path)
+        digest = hashlib.blake2b(path.read_bytes()).hexdigest()
+        assert seen.setdefault(name, digest) == digest, name
+        times[run.configuration["order"], name.rpartition("-tiny-")[0]] += 1
+    assert set(times.values()) <= {1}, times
+    for entry in journal_of(folder):
+        if entry["event"] == "row":
+            assert entry["outcome"] == "done" and entry["line"].split()[-1] in found, entry
+
+
+def kill_and_go_on(folder: Path, kills: int, seed: int, longest: float) -> list[str]:
     """Kill so many reproductions, by turns within `longest` seconds of their start and of the
-    moment that they have begun; then let one end."""
-    draw, watch, count = random.Random(seed), Watch(folder), Counter()
-    while count["kills"] < kills:
+    moment that they have begun; then let one end.  Return the events of the journal."""
+    draw, seen, dead = random.Random(seed), {}, 0
+    while dead < kills:
         fresh = ["--fresh"] * (draw.random() < 0.2)    # so that rows are being measured
-        dead = killed(folder, draw.uniform(0.3, longest), count["kills"] % 2 == 1, *fresh)
-        count["kills" if dead else "ended"] += 1
-        watch.check()
+        dead += killed(folder, draw.uniform(0.3, longest), dead % 2 == 1, *fresh)
+        check(folder, seen)
     process = started(folder)
     output = process.communicate()[0]
     assert process.returncode == 0, output
-    watch.check()
-    events = [entry["event"] for entry in watch.journal()]
-    last = len(events) - events[::-1].index("begin") - 1
-    begin = watch.journal()[last]
-    runs = [run_file.read_run(path) for path in folder.glob("*.h5")]
-    rows = [run for run in runs if run.configuration["order"] == begin["order"]]
-    assert len(rows) == 6 == len(begin["rows"]) and events[-1] == "end"
-    assert watch.journal()[-1]["outcome"] == "complete"
-    left = [path.name for path in folder.iterdir() if path.name.endswith(".part")]
-    assert not left, left
-    return {**count, "begun": events.count("begin"), "resumed": events.count("resume"),
-            "files": len(runs)}
+    check(folder, seen)
+    entries = journal_of(folder)
+    begin = [entry for entry in entries if entry["event"] == "begin"][-1]
+    rows = [path for path in folder.glob("*.h5")
+            if run_file.read_run(path).configuration["order"] == begin["order"]]
+    assert len(rows) == 6 == len(begin["rows"])
+    assert entries[-1]["event"] == "end" and entries[-1]["outcome"] == "complete"
+    assert not [*folder.glob("*.part")]
+    return [entry["event"] for entry in entries]
