@@ -62,17 +62,12 @@ def _parts(item: str) -> list[Part]:
     if "`" in item or item.startswith("~"):
         raise ValueError("neither ~ nor `commands` are expanded: write $HOME, or a line of "
                          "software.setup")
-    found, end = [], 0
-    while end < len(item):
-        part = PART.match(item, end)
-        if part is None:
-            raise ValueError("only $NAME and ${NAME} are expanded, and $$ is a dollar; commands "
-                             "are lines of software.setup")
-        text = part["text"]
-        found.append(Part("value", part["braced"] or part["plain"]) if text is None else
-                     Part("text", "$" if text == "$$" else text))
-        end = part.end()
-    return found
+    found = [*PART.finditer(item)]
+    if "".join(part[0] for part in found) != item:
+        raise ValueError("only $NAME and ${NAME} are expanded, and $$ is a dollar; commands "
+                         "are lines of software.setup")
+    return [Part("text", "$" if part["text"] == "$$" else part["text"]) if part["text"] else
+            Part("value", part["braced"] or part["plain"]) for part in found]
 
 
 def list_problems(environment: dict[str, str]) -> Iterator[str]:

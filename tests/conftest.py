@@ -34,7 +34,6 @@ import time
 import traceback
 
 import pytest
-from _pytest.assertion import rewrite
 from _pytest.runner import runtestprotocol
 from mpi4py import MPI
 
@@ -216,21 +215,7 @@ def pytest_cmdline_main(config):
                 str(ROOT / name) for name in ("mm3d", "bench", "jobs", "tests/tools"))])
 
 
-def rewrite_share(config) -> None:
-    """Let pytest rewrite this worker's share of the tests' files, which it keeps for all: it takes
-    most of the time to collect them, and each worker would rewrite every file."""
-    number, workers = int(config.workerinput["workerid"][2:]), config.workerinput["workercount"]
-    state = config.stash[rewrite.assertstate_key]
-    for path in sorted((ROOT / "tests").rglob("test_*.py"))[number::workers]:
-        kept = rewrite.get_cache_dir(path) / f"{path.stem}{rewrite.PYC_TAIL}"
-        if rewrite.try_makedirs(kept.parent) and not rewrite._read_pyc(path, kept):
-            found, code = rewrite._rewrite_test(path, config)
-            rewrite._write_pyc(state, code, found, kept)
-
-
 def pytest_sessionstart(session):
-    if hasattr(session.config, "workerinput") and not sys.dont_write_bytecode:
-        rewrite_share(session.config)
     if not deals_out(session.config):
         # Where workers share few cores, far longer than a test: it only guards against hanging.
         session.watch = Watch("collecting the tests", max(5 * LIMIT, 60))
