@@ -12,7 +12,6 @@ TEXT = {"open", "read_text", "write_text", "fdopen", "TextIOWrapper", "Temporary
         "NamedTemporaryFile"}
 PROGRAMS = {"run", "Popen", "check_output"}
 BYTES = {"TemporaryFile", "NamedTemporaryFile"}    # by default
-OWN = {"read_text"}    # of `bench.text_files` and of trainings, called by that name alone
 CALLED = rf"\b({'|'.join(TEXT | PROGRAMS)})\("
 
 
@@ -29,7 +28,7 @@ def left_to_the_locale(tree: ast.Module) -> set[int]:
                    if isinstance(value, ast.Constant) and isinstance(value.value, str)}
         modes = {text for text in literal if text and set(text) <= set("rwxabt+")}
         binary = any("b" in mode for mode in modes) or name in BYTES and not modes
-        text = (name in TEXT and whole not in BINARY | OWN and not binary
+        text = (name in TEXT and whole not in BINARY and not binary
                 or {"text", "universal_newlines", "errors"} & words.keys()
                 and name in PROGRAMS)
         named = "encoding" in words or name == "read_text" and call.args
