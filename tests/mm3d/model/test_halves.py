@@ -10,8 +10,8 @@ import mm3d
 from mirror import mirrored
 from mm3d.arrays import backend
 from mm3d.model import cost
+from mm3d.schemes.line_product import LineProduct
 from mm3d.schemes.product import Product
-from mm3d.schemes.serial import SerialProduct
 from mm3d.tracing import dry_run
 from mm3d.tracing.events import Boundary
 from mm3d.tracing.observe import observed
@@ -172,14 +172,14 @@ def test_observers_see_the_halves():
                 "attention.qkv", "attention.proj", "mlp.up", "mlp.down"}
 
 
-class Undivided(SerialProduct):
+class Undivided(LineProduct):
     """A product that does not say how its backward is divided."""
 
     backward_input, backward_weights = Product.backward_input, Product.backward_weights
 
     def backward(self, dC, B, saved):
-        dA, operands = SerialProduct.backward_input(self, dC, B, saved)
-        return dA, SerialProduct.backward_weights(self, operands)
+        dA, operands = LineProduct.backward_input(self, dC, B, saved)
+        return dA, LineProduct.backward_weights(self, operands)
 
 
 def test_a_product_that_does_not_say_how_is_not_divided():

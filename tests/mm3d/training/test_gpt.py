@@ -7,7 +7,8 @@ from mpi4py import MPI
 
 import mm3d
 from gpts import SIZES, case_of, differences, serial, tokens_and_targets, train
-from mm3d.schemes import serial as serial_scheme
+from mm3d.schemes.line_product import LineProduct
+from mm3d.schemes.serial import Serial
 from mm3d.training.batches import check_tokens
 from reference import all_refuse
 
@@ -93,8 +94,8 @@ def test_all_messages_between_stages_are_synchronous_where_asked(comm):
 
 
 @pytest.mark.parametrize("owner, name", [
-    (serial_scheme.Serial, "down_weight"), (serial_scheme.SerialProduct, "forward_transposed"),
-    (serial_scheme.SerialProduct, "backward_transposed")])
+    (Serial, "down_weight"), (LineProduct, "forward_transposed"),
+    (LineProduct, "backward_transposed")])
 def test_a_scheme_without_what_a_gpt_needs_is_named(comm, monkeypatch, owner, name):
     """Before a step begins; without a tied head nothing is multiplied by the table transposed."""
     mesh = mm3d.Mesh(comm, 1, "serial")
