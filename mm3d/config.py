@@ -104,7 +104,7 @@ class Division(PlainFields):
     overlap : {None, "auto", False, True, 2, 4, 8}
         Of schemes that have it, see `mm3d.schemes.cube.Cube`; None is "auto".
     context_way : {"gather", "ring"}
-        See `mm3d.model.attention.ring`.
+        See `mm3d.model.attention.layer`.
     zero : {0, 1, 2, 3}
         What replicas divide, see `mm3d.training.data_parallel`.
     schedule, microbatches : str or Schedule, int

@@ -33,7 +33,7 @@ def join_ranks(comm: MPI.Intracomm | DryCommunicator, shape: GridShape,
 class GridAxes:
     """Join ranks along directions of a grid: an `Axis` for each, with its traffic.
 
-    Beside `Grid`, `mm3d.training.data_grid.DataGrid` of replicas derives from it.
+    Beside `Grid`, `mm3d.training.mesh.DataGrid` of replicas derives from it.
 
     Attributes
     ----------

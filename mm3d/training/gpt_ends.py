@@ -10,11 +10,10 @@ from mm3d.model.builder import Builder
 from mm3d.model.chains import Chain
 from mm3d.model.cross_entropy import CrossEntropy, Targets
 from mm3d.model.dropout import Dropout
-from mm3d.model.embedding import Embedding
-from mm3d.model.heads import Head, TiedHead
+from mm3d.model.embedding import Embedding, Head, TiedHead
 from mm3d.model.architecture import Architecture
 from mm3d.model.parameters import Parameter
-from mm3d.model.rms_norm import make_norm
+from mm3d.model.layers import make_norm
 from mm3d.model.transformer import Transformer
 from mm3d.schemes.product import Product
 from mm3d.training.schedules import Schedule

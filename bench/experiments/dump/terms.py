@@ -6,7 +6,7 @@ from typing import Any, Callable
 import numpy as np
 
 from bench.experiments.dump.computation import Start, compute_alone, to_tensors, wide
-from mm3d.model.heads import TiedHead
+from mm3d.model.embedding import TiedHead
 from mm3d.model.layers import Gelu
 
 

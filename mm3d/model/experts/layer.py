@@ -22,16 +22,14 @@ from mm3d.model.experts.activation import (activation_backward, activation_forwa
                                            sum_biases)
 from mm3d.model.experts.assumed import AssumedOrder
 from mm3d.model.experts.balance import balance_loss, z_loss
-from mm3d.model.experts.capacity import capacity_of, counts, kept, positions
+from mm3d.model.experts.token_order import TokenOrder, capacity_of, counts, kept, positions
 from mm3d.model.experts.dispatch import Dispatch, Plan
 from mm3d.model.experts.gates import Choice, choose, gates_backward
 from mm3d.model.experts.grouped_product import GroupedProduct
 from mm3d.model.experts.options import ExpertOptions
 from mm3d.model.experts.router import Router
-from mm3d.model.experts.shared import Routings
+from mm3d.model.experts.totals import RoutingTotals, Routings
 from mm3d.model.experts.shared_expert import SharedExpert
-from mm3d.model.experts.token_order import TokenOrder
-from mm3d.model.experts.totals import RoutingTotals
 from mm3d.model.layers import Layer
 from mm3d.model.parameters import Parameter
 from mm3d.model.sizes import ModelSizes

@@ -1,9 +1,16 @@
-"""Hold how many tokens each expert got, and compute shares, entropies and biases from it."""
+"""Record how the tokens of a model's passes are routed, and compute shares and biases from it."""
 
 import math
+from collections import deque
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, Callable, Iterator, Sequence
 
 import numpy as np
+
+from mm3d.arrays.plain_numbers import PlainNumbers
+from mm3d.grid.axis import Axis
+from mm3d.model.parameters import Parameter
 
 
 @dataclass(frozen=True)
@@ -73,3 +80,80 @@ def utilisation_entropy(totals: np.ndarray) -> float:
         return 1.0
     share = got[got > 0] / got.sum()
     return float(-(share * np.log(share)).sum() / math.log(len(got))) + 0.0
+
+
+@dataclass(frozen=True)
+class ExpertRanks:
+    """Hold the ranks outside a tensor group that tokens and experts are divided among.
+
+    Attributes
+    ----------
+    replicas : sequence of Axis
+        Directions along which ranks have other sequences of the same batch, the slowest first.
+    axis : Axis or None
+        The one of them that divides the experts; None if each replica has all of them.
+    create_parameter : callable or None
+        Makes the parameters of divided experts, from the arguments of
+        `mm3d.model.parameters.Parameter`, with layouts on the tensor group and with the global
+        shape, whose first dimension is divided along `axis`.
+    batch : int or None
+        Number of sequences of all replicas, divided among them as evenly as can be; by default
+        each has as many as this one.
+    """
+
+    replicas: Sequence[Axis] = ()
+    axis: Axis | None = None
+    create_parameter: Callable[..., Parameter] | None = None
+    batch: int | None = None
+
+
+class Routings(PlainNumbers):
+    """Record how the tokens of a model's passes are routed, for recomputation and reports.
+
+    A routing is a `mm3d.model.experts.layer.Routing`, totals are
+    `mm3d.model.experts.totals.RoutingTotals`.
+
+    Attributes
+    ----------
+    scale : float
+        Factor of the gradients of the balance loss and the z-loss.
+    totals : list of RoutingTotals
+        One for each layer and forward, with the losses of this rank's tokens, until it is emptied.
+    biases : dict of str to Parameter
+        What the gate "sigmoid-bias" adds in each layer, by the layer's name.
+    """
+
+    def __init__(self) -> None:
+        self.scale, self.totals = 1.0, []
+        self.biases: dict[str, Parameter] = {}
+        self._recorded: list[Any] | None = None
+        self._replayed: deque[Any] = deque()
+
+    @contextmanager
+    def recording(self) -> Iterator[list[Any]]:
+        """Return a list to which the layers in this context add their routings."""
+        self._recorded = []
+        try:
+            yield self._recorded
+        finally:
+            self._recorded = None
+
+    @contextmanager
+    def replaying(self, routings: list[Any]) -> Iterator[None]:
+        """Give these routings to the layers in this context, so that they choose nothing."""
+        self._replayed = deque(routings)
+        try:
+            yield
+            assert not self._replayed, "fewer layers with experts were recomputed than computed"
+        finally:
+            self._replayed.clear()    # after a failure, too: the next pass chooses for itself
+
+    def next_replayed(self) -> Any:
+        """Return the routing of the next layer that is recomputed; None in other passes."""
+        return self._replayed.popleft() if self._replayed else None
+
+    def add(self, routing: Any, totals: Any) -> None:
+        """Record the routing of one layer and pass, and its totals."""
+        self.totals.append(totals)
+        if self._recorded is not None:
+            self._recorded.append(routing)

@@ -1,4 +1,4 @@
-"""Compute when each action of a schedule begins and ends, exactly.
+"""Compute when each action of a schedule begins and ends, exactly, and what it keeps meanwhile.
 
 An action begins when its rank has ended the one before and its inputs have arrived.  A result
 arrives on another rank one hop after the end of the action; on the same rank at that end.
@@ -9,6 +9,7 @@ from fractions import Fraction
 
 from mm3d.training.schedules.schedule import Event, Schedule, ScheduleError
 from mm3d.training.schedules.times import Times
+
 
 Place = tuple[int, int]    # a rank, and the number of an action in its row
 
@@ -195,3 +196,33 @@ class _Run:
                 self.happened[event] = end, (rank, index)
         self.done[rank] += 1
         return None
+
+
+def peak_in_flight(schedule: Schedule, kept: Fraction | int = 0) -> tuple[Fraction, ...]:
+    """Return the largest number of micro-batches in flight on each rank.
+
+    A micro-batch is in flight in a stage from the begin of its forward on.
+
+    Parameters
+    ----------
+    schedule : Schedule
+        One that passes `mm3d.training.schedules.check.check`.
+    kept : Fraction or int
+        The share of a micro-batch's activations that the gradient of the weights still needs: 0
+        counts to the end of B, 1 to the end of W.
+
+    Returns
+    -------
+    tuple of Fraction
+        By rank, in activations of one micro-batch in one stage: with several chunks a rank a
+        stage has a part of the rank's layers only.
+    """
+    released = {"B": 1 - Fraction(kept), "W": Fraction(kept), "BW": Fraction(1)}
+    peaks = []
+    for row in schedule.rows:
+        held = peak = Fraction(0)
+        for action in row:
+            held += 1 if action.kind == "F" else -released[action.kind]
+            peak = max(peak, held)
+        peaks.append(peak)
+    return tuple(peaks)

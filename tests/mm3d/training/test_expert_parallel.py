@@ -8,7 +8,7 @@ import mm3d
 from expert_gpts import CASES, SIZES, serial, train
 from gpts import case_of, differences, tokens_and_targets
 from mm3d.model.experts.layer import ExpertsLayer
-from mm3d.training.data_grid import expert_shards
+from mm3d.training.mesh import expert_shards
 from models import different
 
 BATCH = 16    # two micro-batches of 8 replicas

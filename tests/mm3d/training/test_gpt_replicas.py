@@ -41,7 +41,7 @@ def test_who_exchanges_what_of_a_tied_table_is_computed_before_the_steps(comm, o
 
     def refuse(*_):
         raise AssertionError("computed in a step")
-    monkeypatch.setattr("mm3d.training.tied.transfers", refuse)
+    monkeypatch.setattr("mm3d.training.hops.transfers", refuse)
     for step in range(2):
         model.step(*tokens_and_targets(SIZES, step))
     model.free()
