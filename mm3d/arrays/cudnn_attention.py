@@ -155,10 +155,8 @@ class FlashAttention:
 def open_flash(library: Any, capability: int) -> FlashAttention | None:
     """Open cuDNN for a GPU of this compute capability; None where it is left out.
 
-    Raises
-    ------
-    ValueError
-        When its package is installed, and its library is missing, broken, or does not start.
+    Raises ValueError when its package is installed, and its library is missing, broken, or does
+    not start.
     """
     if capability < AMPERE or not library.with_cudnn:
         return None

@@ -154,10 +154,7 @@ class Pool(IdleMemory):
     def take(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """Allocate an uninitialised C-ordered array of `shape` and `dtype`.
 
-        Raises
-        ------
-        MemoryError
-            When there is no memory for it, or none could be addressed.
+        Raises MemoryError when there is no memory for it, or none could be addressed.
         """
         # A step takes hundreds of small arrays: a method called here, or in `_keep`, is felt.
         length, unit = math.prod(shape) * dtype.itemsize, self.granularity

@@ -114,10 +114,7 @@ def _create_global_array(file: h5py.File, info: ArrayInfo, blocks: list[Block]) 
 def read_index(folder: Path) -> Index:
     """Read the index of a checkpoint.
 
-    Raises
-    ------
-    OSError
-        When it is missing or damaged, or no index of a checkpoint.
+    Raises OSError when it is missing or damaged, or no index of a checkpoint.
     """
     try:
         data = (folder / INDEX).read_bytes()
@@ -153,10 +150,7 @@ def _parse_index(data: bytes) -> tuple[Index, Any]:
 def storable_attributes(attributes: Mapping[str, Any]) -> dict[str, Any]:
     """Return attributes as numbers and texts of Python, which an index gives back as they are.
 
-    Raises
-    ------
-    ValueError
-        For the first one that it would not give back.
+    Raises ValueError for the first one that it would not give back.
     """
     plain = {name: _plain_value(value) for name, value in attributes.items()}
     if _come_back(plain):

@@ -47,10 +47,7 @@ class StoredArray:
 def stored_arrays(model: Any, optimizer: Any = None) -> list[StoredArray]:
     """Return this rank's arrays of a model and of the moments of its optimizer.
 
-    Raises
-    ------
-    ValueError
-        For a type that HDF5 does not have, and for the optimizer of another model.
+    Raises ValueError for a type that HDF5 does not have, and for the optimizer of another model.
     """
     moments = optimizer.state if optimizer is not None else {}
     if optimizer is not None and [*optimizer.model.trained] != [*model.trained]:

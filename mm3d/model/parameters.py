@@ -283,10 +283,7 @@ class Trained(Shown):
 def check_state(state: Mapping[str, np.ndarray], shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Check global arrays, by name, against the public shapes of all parameters of a model.
 
-    Raises
-    ------
-    ValueError
-        When one is missing, unknown, of another shape, or not of real numbers alone.
+    Raises ValueError when one is missing, unknown, of another shape, or not of real numbers alone.
     """
     for name in [*shapes, *state]:
         if name not in shapes or name not in state:

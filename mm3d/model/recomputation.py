@@ -61,10 +61,7 @@ class Policy:
 def parse_policy(name: str) -> Policy:
     """Return the policy called `name`, such as "none", "full" or "uniform:2+selective".
 
-    Raises
-    ------
-    ValueError
-        When there is no policy of that name.
+    Raises ValueError when there is no policy of that name.
     """
     whole_layers, plus, more = str(name).partition("+")
     size = {"full": "1"}.get(whole_layers, whole_layers.removeprefix("uniform:"))

@@ -53,10 +53,7 @@ class GridAlgorithm(ABC):
     def default_grid(cls, ranks: int) -> tuple[int, ...]:
         """Return the default sizes of the directions for `ranks` ranks.
 
-        Raises
-        ------
-        ValueError
-            When there are none.
+        Raises ValueError when there are none.
         """
 
     @classmethod
@@ -67,10 +64,7 @@ class GridAlgorithm(ABC):
     def grid_shape(cls, sizes: Sequence[int] | GridShape) -> GridShape:
         """Return the shape of the grid with these sizes of its directions.
 
-        Raises
-        ------
-        ValueError
-            When these are other directions, or a size is less than 1.
+        Raises ValueError when these are other directions, or a size is less than 1.
         """
         if isinstance(sizes, GridShape) and sizes.directions == cls.directions:
             return sizes

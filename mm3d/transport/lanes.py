@@ -47,10 +47,7 @@ class Requests:
     def Wait(self) -> None:
         """Wait until all messages are complete.
 
-        Raises
-        ------
-        ValueError
-            When a message is shorter than what was to be received.
+        Raises ValueError when a message is shorter than what was to be received.
         """
         if self.requests:
             MPI.Request.Waitall(self.requests, self.statuses)

@@ -93,10 +93,7 @@ class _SharedLease(Lease):
 class SharedTransport(MpiTransport):
     """Carry out all collectives through memory that the ranks of the line share.
 
-    Raises
-    ------
-    OSError
-        When a rank cannot open the memory of another.
+    Raises OSError when a rank cannot open the memory of another.
     """
 
     name = "shared"

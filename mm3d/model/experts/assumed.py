@@ -23,10 +23,7 @@ LARGEST_PATTERN = 2 ** 24    # numbers of a pattern
 class ChoicePattern:
     """Give each token its experts by its number: a pattern that repeats, by E and k alone.
 
-    Raises
-    ------
-    ValueError
-        When the pattern of that many experts would take too much memory.
+    Raises ValueError when the pattern of that many experts would take too much memory.
     """
 
     def __init__(self, experts: ExpertOptions) -> None:
