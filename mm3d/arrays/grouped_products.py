@@ -14,17 +14,10 @@ Array = Any
 
 @dataclass(frozen=True)
 class Segment:
-    """Describe consecutive rows of one group.
+    """Describe consecutive rows of one group."""
 
-    Attributes
-    ----------
-    group : int
-        Number of the group.
-    start, stop : int
-        The first row, and the one after the last.
-    """
-
-    group: int
+    group: int    # number of the group
+    # The first row, and the one after the last.
     start: int
     stop: int
 

@@ -42,27 +42,16 @@ class ArrayInfo:
 
 @dataclass(frozen=True)
 class Index:
-    """Describe what a checkpoint holds, without the elements.
+    """Describe what a checkpoint holds, without the elements."""
 
-    Attributes
-    ----------
-    arrays : dict of str to ArrayInfo
-        By path.
-    attributes : dict
-        Attributes of the checkpoint: the step, and what the caller added.
-    optimizer : dict
-        Name and numbers of the optimizer; empty without one.
-    model : dict
-        What defines the model, `Definition.function`; empty where it is not known.
-    training : dict
-        `Definition.training`, and the options of the optimizer as "optimizer.NAME".
-    """
-
-    arrays: dict[str, ArrayInfo]
+    arrays: dict[str, ArrayInfo]    # by path
     blocks: list[Block]
+    # Attributes of the checkpoint: the step, and what the caller added.
     attributes: dict[str, Any]
-    optimizer: dict[str, Any]
+    optimizer: dict[str, Any]    # name and numbers of the optimizer; empty without one
+    # What defines the model, `Definition.function`; empty where it is not known.
     model: dict[str, Any]
+    # `Definition.training`, and the options of the optimizer as "optimizer.NAME".
     training: dict[str, Any]
 
     def blocks_by_path(self) -> dict[str, list[Block]]:

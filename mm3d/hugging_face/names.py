@@ -45,24 +45,14 @@ BUFFERS = ("attn.bias", "attn.masked_bias", "self_attn.rotary_emb.inv_freq")
 
 @dataclass(frozen=True)
 class Piece:
-    """State that a part of a tensor in a file is a part of a parameter.
+    """State that a part of a tensor in a file is a part of a parameter."""
 
-    Attributes
-    ----------
-    tensor : str
-        Name of the tensor.
-    transposed : bool
-        Whether the tensor's dimensions are in the opposite order.
-    target : tuple of int or slice
-        The part of the global array as stored here; a number for a dimension that the tensor does
-        not have.
-    origin : tuple of int
-        Where the part begins in the tensor, in the order of the dimensions here.
-    """
-
-    tensor: str
-    transposed: bool
+    tensor: str    # name of the tensor
+    transposed: bool    # whether the tensor's dimensions are in the opposite order
+    # The part of the global array as stored here; a number for a dimension that the tensor does
+    # not have.
     target: tuple[int | slice, ...]
+    # Where the part begins in the tensor, in the order of the dimensions here.
     origin: tuple[int, ...]
 
     @property

@@ -15,17 +15,10 @@ from mm3d.model.token_functions import (merge_statistics, rows_held, softmax_gra
 
 @dataclass(frozen=True)
 class Targets:
-    """Hold the targets of a loss, and the factor of its gradient.
+    """Hold the targets of a loss, and the factor of its gradient."""
 
-    Attributes
-    ----------
-    numbers : ndarray
-        Global targets, (batch, seq), integers of the host.
-    scale : float
-        Factor of the gradient of the sum of all losses, such as 1 / rows for a mean.
-    """
-
-    numbers: np.ndarray
+    numbers: np.ndarray    # global targets, (batch, seq), integers of the host
+    # Factor of the gradient of the sum of all losses, such as 1 / rows for a mean.
     scale: float = 1.0
 
 

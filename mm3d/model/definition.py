@@ -16,17 +16,10 @@ TRANSFORMER = "model_spec"    # what checkpoints of all versions call its layers
 
 @dataclass(frozen=True)
 class Definition:
-    """State facts of a model, by name, as checkpoints hold them.
+    """State facts of a model, by name, as checkpoints hold them."""
 
-    Attributes
-    ----------
-    function : dict of str to Fact
-        Facts that the outputs depend on, beside the parameters.
-    training : dict of str to Fact
-        Facts that matter to a training alone: losses, gradients, and rounding.
-    """
-
-    function: dict[str, Fact]
+    function: dict[str, Fact]    # facts that the outputs depend on, beside the parameters
+    # Facts that matter to a training alone: losses, gradients, and rounding.
     training: dict[str, Fact]
 
     def extended(self, function: dict[str, Any], training: dict[str, Any]) -> "Definition":

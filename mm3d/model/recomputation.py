@@ -36,18 +36,12 @@ POLICIES = ("none", "selective", "full", "uniform:2", "uniform:3", "uniform:4", 
 
 @dataclass(frozen=True)
 class Policy:
-    """Describe a policy of recomputation.
+    """Describe a policy of recomputation."""
 
-    Attributes
-    ----------
-    selective : bool
-        Whether each linear layer and the layer before it are recomputed from their input.
-    group_size : int
-        Number of layers that are recomputed together from the input of the first; 0 if whole
-        layers are not recomputed.
-    """
-
+    # Whether each linear layer and the layer before it are recomputed from their input.
     selective: bool = False
+    # Number of layers that are recomputed together from the input of the first; 0 if whole layers
+    # are not recomputed.
     group_size: int = 0
 
     def groups(self, layers: int) -> list[int]:

@@ -66,19 +66,12 @@ class Output:
 
 @dataclass(frozen=True)
 class StageEnds:
-    """Hold the layers of a stage outside the Transformer.
+    """Hold the layers of a stage outside the Transformer."""
 
-    Attributes
-    ----------
-    embedding, dropout : Embedding, Dropout
-        In the stage with the first layer; None elsewhere, and without dropout.
-    output : Output or None
-        In the stage with the last layer.
-    """
-
+    # In the stage with the first layer; None elsewhere, and without dropout.
     embedding: Embedding | None = None
     dropout: Dropout | None = None
-    output: Output | None = None
+    output: Output | None = None    # in the stage with the last layer
 
     @property
     def layers(self) -> Chain:

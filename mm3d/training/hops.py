@@ -27,19 +27,12 @@ Box = tuple[tuple[int, int], ...]    # start and stop in each dimension
 
 @dataclass(frozen=True)
 class Transfer:
-    """Describe a part of an activation that a rank of one stage sends to a rank of another.
+    """Describe a part of an activation that a rank of one stage sends to a rank of another."""
 
-    Attributes
-    ----------
-    source, target : int
-        The ranks, by their numbers in their stages.
-    box : Box
-        The part, in the global activation.
-    """
-
+    # The ranks, by their numbers in their stages.
     source: int
     target: int
-    box: Box
+    box: Box    # the part, in the global activation
 
     @property
     def words(self) -> int:

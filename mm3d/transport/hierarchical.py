@@ -36,18 +36,10 @@ MAX_MPI_BYTES = 1 << 16    # of a whole array that goes by MPI, in fewer success
 
 @dataclass(frozen=True)
 class NodeBlocks:
-    """Place the ranks' blocks of an array so that the blocks of a node are consecutive.
+    """Place the ranks' blocks of an array so that the blocks of a node are consecutive."""
 
-    Attributes
-    ----------
-    blocks : list of slice
-        The place of each rank's block.
-    nodes : list of (int, int)
-        Start and length of each node's blocks.
-    """
-
-    blocks: list[Part]
-    nodes: list[tuple[int, int]]
+    blocks: list[Part]    # the place of each rank's block
+    nodes: list[tuple[int, int]]    # start and length of each node's blocks
 
     @classmethod
     def arrange(cls, lengths: list[int], members: list[list[int]]) -> "NodeBlocks":

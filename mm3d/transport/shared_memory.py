@@ -33,24 +33,14 @@ from mm3d.transport.segments import (MESSAGE_BYTES, SharedMemory, join_blocks,
 
 @dataclass(frozen=True)
 class _Divided:
-    """Describe a collective on an array that is divided along one dimension.
+    """Describe a collective on an array that is divided along one dimension."""
 
-    Attributes
-    ----------
-    call : Call
-        The description that ranks compare.
-    along : tuple
-        The dimension, and the lengths of the blocks.
-    shape, own : tuple
-        Shape of the whole array, and index of this rank's block.
-    block_bytes, bytes : int
-        Bytes of the longest block, and of the whole.
-    """
-
-    call: Call
-    along: tuple[int, tuple[int, ...]]
+    call: Call    # the description that ranks compare
+    along: tuple[int, tuple[int, ...]]    # the dimension, and the lengths of the blocks
+    # Shape of the whole array, and index of this rank's block.
     shape: tuple[int, ...]
     own: tuple
+    # Bytes of the longest block, and of the whole.
     block_bytes: int
     bytes: int
 

@@ -38,31 +38,20 @@ class Plan:
     """Hold where rows come from and go to, in integers on the host.
 
     *Tokens* are this rank's tokens, or after a gather all tokens along the direction.
-
-    Attributes
-    ----------
-    pairs : ndarray of int64
-        The (token, choice) pairs, numbered k token + choice, that experts take: all pairs of
-        this rank's tokens, or after a gather all pairs of its experts; by expert.
-    places : ndarray of int64
-        (tokens, k): the place of each pair in `pairs`; -1 where it has none.
-    rows : DividedRows
-        The rows of the group of ranks that multiplies together.
-    gathers : bool
-        Whether tokens are gathered.
-    sends, receives : list of int
-        Rows for, and from, each rank along the direction, where they are exchanged.
-    arrivals : ndarray of int64 or None
-        For each row of this rank's experts, by expert and token, its place among the rows
-        received; None if they come in that order.
     """
 
+    # Int64: the (token, choice) pairs, numbered k token + choice, that experts take: all pairs of
+    # this rank's tokens, or after a gather all pairs of its experts; by expert.
     pairs: np.ndarray
+    # Int64 (tokens, k): the place of each pair in `pairs`; -1 where it has none.
     places: np.ndarray
-    rows: DividedRows
-    gathers: bool
+    rows: DividedRows    # the rows of the group of ranks that multiplies together
+    gathers: bool    # whether tokens are gathered
+    # Rows for, and from, each rank along the direction, where they are exchanged.
     sends: list[int]
     receives: list[int]
+    # Int64 or None: for each row of this rank's experts, by expert and token, its place among the
+    # rows received; None if they come in that order.
     arrivals: np.ndarray | None
 
 

@@ -41,20 +41,11 @@ ROUTER_BIAS = "router.bias"
 
 @dataclass(frozen=True)
 class Routing:
-    """Hold what a router has decided in one pass, and the gradient of its losses.
+    """Hold what a router has decided in one pass, and the gradient of its losses."""
 
-    Attributes
-    ----------
-    choice : Choice
-        Experts and gates of this rank's tokens.
-    plan : Plan
-        The ways of their rows.
-    dlogits : Array or None
-        Gradient of the logits from the balance loss and the z-loss; None without them.
-    """
-
-    choice: Choice
-    plan: Plan
+    choice: Choice    # experts and gates of this rank's tokens
+    plan: Plan    # the ways of their rows
+    # Gradient of the logits from the balance loss and the z-loss; None without them.
     dlogits: Array | None
 
     @property

@@ -25,21 +25,14 @@ from mm3d.model.experts.options import ExpertOptions
 
 @dataclass(frozen=True)
 class GlobalCounts:
-    """Hold how often the tokens of all ranks choose each expert.
+    """Hold how often the tokens of all ranks choose each expert."""
 
-    Attributes
-    ----------
-    totals : ndarray of int64
-        (k, E): how many tokens have each expert as their first, second ... choice.
-    before : ndarray of int64
-        (runs of this rank, k, E): the same counts of all tokens before each run.
-    kept : ndarray of int64
-        (coordinates along `TokenOrder.directions` ..., E): how many pairs of each rank each
-        expert takes.
-    """
-
+    # Int64 (k, E): how many tokens have each expert as their first, second ... choice.
     totals: np.ndarray
+    # Int64 (runs of this rank, k, E): the same counts of all tokens before each run.
     before: np.ndarray
+    # Int64 (coordinates along `TokenOrder.directions` ..., E): how many pairs of each rank each
+    # expert takes.
     kept: np.ndarray
 
 

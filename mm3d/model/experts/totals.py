@@ -15,23 +15,13 @@ from mm3d.model.parameters import Parameter
 
 @dataclass(frozen=True)
 class RoutingTotals:
-    """Hold how the tokens of all ranks were routed in one layer and pass.
+    """Hold how the tokens of all ranks were routed in one layer and pass."""
 
-    Attributes
-    ----------
-    name : str
-        Name of the layer in the model.
-    chosen : ndarray of int64
-        (k, E): how many tokens have each expert as their first, second ... choice.
-    dropped : ndarray of int64
-        (E,): how many of these pairs were dropped.
-    balance, z : float
-        The balance loss and the z-loss: of this rank's tokens, or of all of them.
-    """
-
-    name: str
+    name: str    # name of the layer in the model
+    # Int64 (k, E): how many tokens have each expert as their first, second ... choice.
     chosen: np.ndarray
-    dropped: np.ndarray
+    dropped: np.ndarray    # int64 (E,): how many of these pairs were dropped
+    # The balance loss and the z-loss: of this rank's tokens, or of all of them.
     balance: float
     z: float
 
@@ -84,26 +74,18 @@ def utilisation_entropy(totals: np.ndarray) -> float:
 
 @dataclass(frozen=True)
 class ExpertRanks:
-    """Hold the ranks outside a tensor group that tokens and experts are divided among.
+    """Hold the ranks outside a tensor group that tokens and experts are divided among."""
 
-    Attributes
-    ----------
-    replicas : sequence of Axis
-        Directions along which ranks have other sequences of the same batch, the slowest first.
-    axis : Axis or None
-        The one of them that divides the experts; None if each replica has all of them.
-    create_parameter : callable or None
-        Makes the parameters of divided experts, from the arguments of
-        `mm3d.model.parameters.Parameter`, with layouts on the tensor group and with the global
-        shape, whose first dimension is divided along `axis`.
-    batch : int or None
-        Number of sequences of all replicas, divided among them as evenly as can be; by default
-        each has as many as this one.
-    """
-
+    # Directions along which ranks have other sequences of the same batch, the slowest first.
     replicas: Sequence[Axis] = ()
+    # The one of them that divides the experts; None if each replica has all of them.
     axis: Axis | None = None
+    # Makes the parameters of divided experts, from the arguments of
+    # `mm3d.model.parameters.Parameter`, with layouts on the tensor group and with the global
+    # shape, whose first dimension is divided along `axis`.
     create_parameter: Callable[..., Parameter] | None = None
+    # Number of sequences of all replicas, divided among them as evenly as can be; by default each
+    # has as many as this one.
     batch: int | None = None
 
 
