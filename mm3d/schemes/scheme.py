@@ -30,22 +30,12 @@ class GridAlgorithm(ABC):
     """Name an algorithm, and state the grids that it runs on.
 
     A `Scheme` has layers as well; `mm3d.schemes.products_alone` multiplies plain matrices only.
-
-    Attributes
-    ----------
-    name : str
-        Name by which users choose it.
-    title : str
-        Name in tables and figures.
-    directions : str
-        Letters of the grid's directions.
-    matrix_product : type of MatrixProduct, optional
-        Products of plain matrices by the algorithm; None if it has none of its own.
     """
 
-    name: str
-    title: str
-    directions: str
+    name: str    # by which users choose it
+    title: str    # in tables and figures
+    directions: str    # letters of the grid's directions
+    # Products of plain matrices by the algorithm; None if it has none of its own.
     matrix_product: type[MatrixProduct] | None = None
 
     @classmethod

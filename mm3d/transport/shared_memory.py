@@ -57,27 +57,16 @@ def _divided(kind: int, dtype: np.dtype, shape: tuple[int, ...], dim: int,
 
 
 class _SharedLease(Lease):
-    """A region that this rank uses; it counts an equal share of the bytes as its own.
+    """A region that this rank uses; it counts an equal share of the bytes as its own."""
 
-    Attributes
-    ----------
-    memory : SharedMemory
-        The memory that the region is in.
-    handed_out : weakref to ndarray
-        The array returned to the caller: this rank's part of the whole, or its term of a sum.
-    along : tuple
-        The dimension along which the whole is divided, and the lengths of the parts.
-    partner : ndarray or None
-        For a term that is not summed yet: on the first rank all other terms, elsewhere the first.
-    number : int
-        For a term: the region of the first rank's term, by which all ranks identify the sum.
-    """
-
-    memory: SharedMemory
+    memory: SharedMemory    # that the region is in
+    # The array returned to the caller, a weakref to it: this rank's part of the whole, or its term
+    # of a sum.
     handed_out: Any = staticmethod(lambda: None)
-    along: tuple = ()
+    along: tuple = ()    # the dimension along which the whole is divided, and the parts' lengths
+    # For a term that is not summed yet: on the first rank all other terms, elsewhere the first.
     partner: np.ndarray | None = None
-    number: int = NO_ROOM
+    number: int = NO_ROOM    # for a term: the region of the first's, by which all identify the sum
 
 
 class SharedTransport(MpiTransport):

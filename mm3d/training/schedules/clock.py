@@ -16,23 +16,16 @@ Place = tuple[int, int]    # a rank, and the number of an action in its row
 
 @dataclass(frozen=True)
 class Timeline:
-    """Hold when each action begins and ends.
+    """Hold when each action begins and ends."""
 
-    Attributes
-    ----------
-    schedule, times
-        What was timed.
-    starts, ends : tuple of tuples of Fraction
-        By rank and action.  Joined actions begin and end together.
-    causes : tuple of tuples of (int, int) or None
-        Rank and number of the action whose end, or whose message, let an action begin; None if
-        it began at 0 without one.
-    """
-
+    # What was timed.
     schedule: Schedule
     times: Times
+    # By rank and action.  Joined actions begin and end together.
     starts: tuple[tuple[Fraction, ...], ...]
     ends: tuple[tuple[Fraction, ...], ...]
+    # Rank and number of the action whose end, or whose message, let an action begin; None if it
+    # began at 0 without one.
     causes: tuple[tuple[Place | None, ...], ...]
 
     @property
