@@ -34,14 +34,7 @@ class FlashAttention:
     """Attention of one GPU by cuDNN; a shape is planned once.
 
     Results do not depend on the order in which blocks of threads run.  Source: Dao, arXiv
-    2307.08691.
-
-    Parameters
-    ----------
-    library : CupyBackend
-        The backend whose stream computes.
-    cudnn : module
-        The package nvidia-cudnn-frontend.
+    2307.08691.  It computes on the stream of `library`, by the package nvidia-cudnn-frontend.
     """
 
     def __init__(self, library: Any, cudnn: Any) -> None:

@@ -43,14 +43,7 @@ def cut_segments(segments: Sequence[Segment], start: int, stop: int) -> list[Seg
 def grouped_matmul(a: Array, b: Array, segments: Sequence[Segment]) -> Array:
     """Compute A_e B_e for all groups e.
 
-    Parameters
-    ----------
-    a : Array
-        (rows, n); each row is in one segment.
-    b : Array
-        (groups, n, k), of the dtype of `a`.
-    segments : sequence of Segment
-        The groups of the rows.
+    a is (rows, n), each row in one segment; b is (groups, n, k), of its dtype.
 
     Returns
     -------

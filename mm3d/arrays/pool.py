@@ -244,12 +244,7 @@ class Pool(IdleMemory):
 class DryPool(Pool):
     """Count memory as a `Pool` does, without allocating it.
 
-    Parameters
-    ----------
-    granularity : int
-        Bytes of a unit of memory.
-    on_take : callable
-        Called after each `take`.
+    The unit of memory is `granularity` bytes; `on_take` is called after each `take`.
     """
 
     _byte = ctypes.c_char()

@@ -100,16 +100,7 @@ class Piece:
 def pieces_of(kind: str, name: str, shape: Shape, sizes: ModelSizes) -> list[Piece]:
     """Return the pieces of tensors that are a parameter.
 
-    Parameters
-    ----------
-    kind : str
-        The family, such as "llama".
-    name : str
-        Name of the parameter, such as "layers.0.mlp.up.weight".
-    shape : tuple of int
-        Its global shape as stored.
-    sizes : ModelSizes
-        Sizes of the model.
+    `kind` is the family, such as "llama", and `shape` the global shape as stored.
 
     Raises
     ------

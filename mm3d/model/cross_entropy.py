@@ -30,20 +30,10 @@ class CrossEntropy:
     factor of the z-loss.  Rows with an ignored target have the loss 0.
 
     Logits are never gathered.  Each rank computes four numbers a row over its block of the
-    vocabulary: the maximum m, the sum of exp(l - m), l_t if it has it, and with smoothing the
-    sum of l.  One small all-gather of them replaces reductions of a maximum and then of sums: it
-    needs no second latency, and the ranks of a row merge them in the same order.
-
-    Parameters
-    ----------
-    space : Space
-        Space of the logits: the inner one.
-    vocab : int
-        Global number of logits of a row.
-    ignored : int
-        The target of rows that do not count.
-    smoothing, z_loss : float
-        s and z.
+    vocabulary: the maximum m, the sum of exp(l - m), l_t if it has it, and with smoothing the sum
+    of l.  One small all-gather of them replaces reductions of a maximum and then of sums: it needs
+    no second latency, and the ranks of a row merge them in the same order.  The logits are in the
+    inner space, a row has `vocab` of them globally.
     """
 
     def __init__(self, space: Space, vocab: int, ignored: int = -1, smoothing: float = 0.0,

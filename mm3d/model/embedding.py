@@ -138,12 +138,7 @@ class _Table:
 class Head(Linear):
     """Compute logits = x W, in the inner space.
 
-    Parameters
-    ----------
-    build : Builder
-        Makes W.
-    hidden, vocab : int
-        Global sizes of W, hidden x vocab.
+    The global shape of W is hidden x vocab.
     """
 
     table = None    # of the embedding
@@ -157,16 +152,9 @@ class TiedHead:
 
     On the rank of the table the weight is a second use of it, with a gradient of its own.  Both
     are summed at the end of a step, the embedding's first, so that the result does not depend on
-    the order of forward and backward passes, nor on the stages where embedding and head are.
-
-    Parameters
-    ----------
-    build : Builder
-        Makes the copy.
-    hidden, vocab : int
-        Global sizes of E, vocab x hidden.
-    table : Parameter, optional
-        E; without it a copy is made, as the table is on another stage.
+    the order of forward and backward passes, nor on the stages where embedding and head are.  The
+    global shape of E is vocab x hidden.  Without a `table` a copy is made, as the table is on
+    another stage.
     """
 
     def __init__(self, build: Builder, hidden: int, vocab: int,

@@ -111,14 +111,7 @@ class Linear:
 class LayerNorm:
     """Compute y = gamma * (x - mean) / sqrt(variance + eps) + beta over the features.
 
-    Ranks that share rows sum the rows' statistics.
-
-    Parameters
-    ----------
-    build : Builder
-        Makes gamma and beta; x and y are in its outer space.
-    hidden : int
-        Global number of features.
+    Ranks that share rows sum the rows' statistics; x and y are in the outer space.
     """
 
     normalize = functional.normalize_forward, functional.normalize_backward
@@ -157,16 +150,8 @@ class LayerNorm:
 class Gelu:
     """Compute GELU(x + b), with the output x and the bias b, if there is one, of a linear layer.
 
-    Adding the bias here saves a pass over the widest activation in forward and in backward.
-
-    Parameters
-    ----------
-    linear : Linear
-        The layer before, which holds b and does not add it.
-    space : Space
-        Space of x.
-    features : int
-        Global number of features of x.
+    Adding the bias here saves a pass over the widest activation in forward and in backward.  The
+    layer before holds b, and does not add it.
     """
 
     parameters: list[Parameter] = []    # the bias is the linear layer's

@@ -66,15 +66,8 @@ def rotate(x: Array, cos: Array, sin: Array, out: Array) -> Array:
     """Rotate the first and second half of each head's features: u cos - v sin, v cos + u sin.
 
     These are the pairs of Hugging Face's weights; those of the paper are neighbouring features.
-
-    Parameters
-    ----------
-    x : Array
-        (batch, positions, n, features), whole heads.
-    cos, sin : Array
-        (positions, features of half a head).
-    out : Array
-        Receives the result; may be x.
+    Of x, (batch, positions, n, features), the heads are whole; cos and sin are (positions,
+    features of half a head); `out` may be x.
     """
     library, xp, half = backend_of(x), namespace(x), cos.shape[1]
     count, rows, features = x.shape[0], x.shape[1], x.shape[2] * x.shape[3]
@@ -95,16 +88,8 @@ class Rotary:
 
     Every rank rotates its own positions, before keys are gathered: nothing is sent for it.
     Nothing is saved.  The transpose of a rotation turns back, so backward is forward with the sine
-    of the other sign.
-
-    Parameters
-    ----------
-    space : Space
-        Space of input and output.
-    rotated : int
-        n: the queries of a group, and the key.
-    features : int
-        Global number of features of all keys together.
+    of the other sign.  The n that are `rotated` are the queries of a group, and the key;
+    `features` are those of all keys together, globally.
     """
 
     parameters: list[Parameter] = []

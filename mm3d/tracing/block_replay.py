@@ -114,10 +114,7 @@ class Replay:
     def steps(self, recorded: list[tuple[Recorded, ...]], backward: bool) -> Iterator[ReplayStep]:
         """Iterate over the steps of C, or of dA and dB in backward.
 
-        Parameters
-        ----------
-        recorded : list of tuple of Recorded
-            The events, each as every rank recorded it.
+        Each event is given as every rank recorded it.
 
         Raises
         ------

@@ -131,12 +131,7 @@ class ArrayObserver(Observer):
     def see_result(self, event: Event, given: tuple, result: Any) -> None:
         """Look at the result of a product, or of the begin of a nonblocking collective.
 
-        Parameters
-        ----------
-        event : Gemm or Overlapped
-            The event, which has ended.
-        result : Array or Pending
-            The product, or the collective, which the observer may wait for.
+        The event has ended; the observer may wait for a pending collective.
         """
 
     def forward(self, layer: Any, x: Any, y: Any) -> Any:

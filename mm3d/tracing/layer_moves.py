@@ -62,14 +62,7 @@ def layer_story(scheme: type[Scheme], grid: GridShape, sizes: Mapping[str, int],
                 backward: bool = False) -> LayerStory:
     """Run one Transformer layer dry on every rank of a grid, and return its parts.
 
-    Parameters
-    ----------
-    scheme : type of Scheme
-        The parallelism, with its default options.
-    sizes : mapping of str to int
-        hidden, heads, batch, seq.
-    backward : bool
-        Whether the parts are those of backward, the last one first.
+    `sizes` are hidden, heads, batch and seq.  In backward the last part is the first.
 
     Raises
     ------

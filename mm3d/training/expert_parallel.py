@@ -89,15 +89,6 @@ def sum_routings(comm: Any, chunks: Iterable[Transformer],
 
     Every rank must call it.  Numbers of tokens are sums over the micro-batches, and losses their
     means; sums are exact, so they do not depend on who has which rows.
-
-    Parameters
-    ----------
-    comm : mpi4py.MPI.Intracomm
-        All ranks of the model.
-    chunks : iterable of Transformer
-        This rank's chunks.
-    microbatches : int
-        Number of micro-batches.
     """
     own: dict[str, list] = {}
     for chunk in chunks:

@@ -84,12 +84,8 @@ Arriving = list[tuple[Transfer, Pending]]    # the parts of a rank's block
 class BlockMessages:
     """Send parts of a rank's block, and receive the parts of one; count what is sent.
 
-    Parameters
-    ----------
-    mesh : Mesh
-        The ranks; every one creates it.
-    synchronous, asleep : bool
-        See `mm3d.transport.point_to_point.PointToPoint`.
+    Every rank of the mesh creates it; `synchronous` and `asleep` are as in
+    `mm3d.transport.point_to_point.PointToPoint`.
 
     Attributes
     ----------
@@ -127,16 +123,7 @@ class BlockMessages:
 class Hops(BlockMessages):
     """Send and receive the results of a schedule's actions, and count them.
 
-    Parameters
-    ----------
-    mesh, synchronous, asleep
-        As for `BlockMessages`.
-    schedule : Schedule
-        Its ranks are the mesh's stages.
-    shape : tuple of int
-        Global shape of the activations of a micro-batch: (batch, seq, hidden).
-    dtype : dtype
-        Their type.
+    The global shape of the activations of a micro-batch is (batch, seq, hidden).
 
     Raises
     ------

@@ -272,14 +272,8 @@ class DataGrid(GridAxes):
 class ContextGrid(GridAxes):
     """Extend the grid of a tensor parallelism by direction c: neighbouring replicas of a context.
 
-    They have the same sequences, and each other positions of them.
-
-    Parameters
-    ----------
-    comm, grid, stages
-        As for `DataGrid`.
-    size : int
-        Size of direction c, a divisor of the number of replicas.
+    They have the same sequences, and each other positions of them.  The `size` of c divides the
+    number of replicas; other parameters as for `DataGrid`.
     """
 
     def __init__(self, comm: Any, grid: Grid, size: int, stages: int = 1) -> None:

@@ -34,14 +34,7 @@ class StageModel(Protocol):
 class Worker:
     """Execute the row of this rank's stage of the mesh.
 
-    Parameters
-    ----------
-    hops : Hops
-        Carries results to other stages; its schedule is executed.
-    chunks : sequence of StageModel
-        The layers of each chunk.
-    around : callable, optional
-        Returns, for an action, a context in which it is executed.
+    `hops` has the schedule; `around` returns, for an action, a context in which it is executed.
     """
 
     def __init__(self, hops: Hops, chunks: Sequence[StageModel],

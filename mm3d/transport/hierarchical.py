@@ -63,16 +63,8 @@ class HierarchicalTransport(MpiTransport):
 
     What is gathered or broadcast lies in memory that the ranks of a node share, as with
     `mm3d.transport.shared_memory.SharedTransport`, if it is in the order of the nodes.  All ranks
-    complete the collectives that they have begun in the same order.
-
-    Parameters
-    ----------
-    comm : mpi4py.MPI.Intracomm
-        The ranks, on two nodes or more.
-    backend : Backend
-        The backend of the arrays.
-    nodes : list of int
-        The node of each rank.
+    complete the collectives that they have begun in the same order.  `nodes` are those of the
+    ranks, two or more.
 
     Raises
     ------

@@ -23,12 +23,7 @@ Part = slice
 class Requests:
     """Hold the requests of several messages, with the interface of one request of MPI.
 
-    Parameters
-    ----------
-    requests : list of mpi4py.MPI.Request
-        Requests of receives, then of sends.
-    lengths : list of int
-        Bytes of each message to receive.
+    The requests of receives, with the bytes of each message, come before those of sends.
     """
 
     def __init__(self, requests: list[MPI.Request], lengths: list[int]) -> None:

@@ -20,13 +20,6 @@ class MpiTransport:
 
     MPI would sum float16 in float16, so such terms are converted to float32, with twice the
     bytes, and the result is rounded once.
-
-    Parameters
-    ----------
-    comm : mpi4py.MPI.Intracomm
-        The ranks.
-    backend : Backend
-        The backend of the arrays.
     """
 
     name = "mpi"    # in results and settings

@@ -94,14 +94,8 @@ class Dispatch:
     def plan(self, chosen: np.ndarray, taken: np.ndarray, kept: np.ndarray) -> Plan:
         """Plan where this rank's rows go; every rank must call it.
 
-        Parameters
-        ----------
-        chosen : ndarray of int64
-            (tokens, k): the experts of this rank's tokens.
-        taken : ndarray of bool
-            (tokens, k): which pairs their experts take.
-        kept : ndarray of int64
-            See `mm3d.model.experts.token_order.GlobalCounts`.
+        `chosen` are the experts of this rank's tokens and `taken` which pairs these take, both
+        (tokens, k); `kept` is that of `mm3d.model.experts.token_order.GlobalCounts`.
         """
         chosen = np.where(taken, chosen, -1)
         gathers = self._gathers(kept, chosen.shape[1])

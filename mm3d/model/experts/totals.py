@@ -40,16 +40,8 @@ def updated_bias(bias: np.ndarray, totals: np.ndarray, rate: float) -> np.ndarra
     """Return the bias of the gate "sigmoid-bias" after a step.
 
     The bias of an expert that got fewer tokens than the mean grows by `rate`; if it got more, the
-    bias shrinks by it.  Source: DeepSeek-AI, arXiv 2412.19437, section 2.1.2.
-
-    Parameters
-    ----------
-    bias : ndarray
-        (E,), before the step.
-    totals : ndarray of int64
-        (k, E), of all tokens of the step.
-    rate : float
-        ``experts.bias_rate``.
+    bias shrinks by it.  Source: DeepSeek-AI, arXiv 2412.19437, section 2.1.2.  The bias is
+    (E,), the `totals` of all tokens of the step (k, E).
     """
     got = totals.sum(0)
     return bias + rate * np.sign(got.sum() - len(got) * got).astype(bias.dtype)
@@ -59,11 +51,7 @@ def utilisation_entropy(totals: np.ndarray) -> float:
     """Return the entropy of the experts' shares, divided by that of equal shares.
 
     It is 1 when all experts get equally many tokens, and 0 when one expert gets them all.
-
-    Parameters
-    ----------
-    totals : ndarray of int64
-        (k, E), or (E,): tokens of each expert.
+    `totals` are the tokens of each expert, (k, E) or (E,).
     """
     got = totals.reshape(-1, totals.shape[-1]).sum(0)
     if len(got) == 1 or not got.any():
