@@ -131,10 +131,7 @@ def _is_worker() -> bool:
 def launch(environ: Mapping[str, str]) -> str:
     """Return an identifier of this start of a rank by a launcher.
 
-    Returns
-    -------
-    str
-        `NO_CONNECTION` if the environment names a connection to the launcher that is not open.
+    It is `NO_CONNECTION` if the environment names a connection to the launcher that is not open.
     """
     if environ.get("PMI_FD", "").isdigit():    # the numbers are the same in any job
         try:

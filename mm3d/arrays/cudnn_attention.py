@@ -53,12 +53,8 @@ class FlashAttention:
                 out: Array) -> Saved | None:
         """Compute attention, see `mm3d.model.functional.attention_forward`.
 
-        `reach` is how many positions a query sees, up to its own; 0 without a mask.
-
-        Returns
-        -------
-        Saved or None
-            None if cuDNN does not take these arrays, and then nothing is computed.
+        `reach` is how many positions a query sees, up to its own; 0 without a mask.  None if cuDNN
+        does not take these arrays, and then nothing is computed.
         """
         batch, queries, heads, _ = q.shape
         seen = seen_keys(q, k, first, reach)
@@ -72,10 +68,7 @@ class FlashAttention:
                  reach: int, gradients: tuple[Array, Array, Array]) -> bool:
         """Compute the gradients of `forward` from what it saved.
 
-        Returns
-        -------
-        bool
-            False if cuDNN does not take these arrays, and then nothing is computed.
+        False if cuDNN does not take these arrays, and then nothing is computed.
         """
         (q, k, v), (dq, dk, dv) = qkv, gradients
         seen = seen_keys(q, k, first, reach)

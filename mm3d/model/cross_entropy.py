@@ -134,12 +134,8 @@ class CrossEntropy:
     def backward(self, targets: Targets, saved: Any, within: None = None) -> Array:
         """Compute the gradient of the logits from the sum of the losses, times ``targets.scale``.
 
-        The memory of the logits is reused, unless a product gathers the result.
-
-        Returns
-        -------
-        Array
-            This rank's block of the gradient, (batch, seq, vocab).
+        The memory of the logits is reused, unless a product gathers the result.  The result is
+        this rank's block of (batch, seq, vocab).
         """
         exponentials, share, lse = saved
         library, xp, dtype = self.space.grid.backend, namespace(share), share.dtype

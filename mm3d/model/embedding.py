@@ -101,10 +101,7 @@ class Embedding:
 class _Table:
     """Gather a block of a table `along` the direction that products gather a weight along, if any.
 
-    Attributes
-    ----------
-    first, count : int
-        The first row of the gathered block, and the number of its rows.
+    Of the gathered block `first` is the first row, `count` the number of its rows.
     """
 
     def __init__(self, parameter: Parameter, grid: Grid, layout: Layout, along: str | None

@@ -273,12 +273,8 @@ class HierarchicalTransport(MpiTransport):
     def _exchange_sums(self, terms: Array, parts: list[Part]) -> tuple[Any, list[Array]]:
         """Sum a part for each node over this node's ranks, and start to exchange the sums.
 
-        Returns
-        -------
-        request : Requests
-            To wait for before the sums are read.
-        sums_of_nodes : list of Array
-            This node's part, summed over the ranks of each node.
+        Returns the requests to wait for before the sums are read, and this node's part, summed
+        over the ranks of each node.
         """
         sends = [self._sum_of_node(terms, part) for part in parts]
         own = sends[self.node]

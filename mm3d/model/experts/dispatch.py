@@ -158,10 +158,8 @@ class Dispatch:
     def combine(self, rows: Array, gates: Array, plan: Plan) -> tuple[Array, Any]:
         """Sum the results of each token's experts, times the gates.
 
-        Returns
-        -------
-        y, saved : Array, Any
-            The sum, in the type of the rows; and rows and gates of the plan's pairs.
+        Returns the sum, in the type of the rows; and rows and gates of the plan's pairs, saved for
+        backward.
         """
         rows, gates = self._exchange_back(rows, plan), self._gather(gates, plan)
         y = self.backend.xp.astype(sum_by_token(rows, plan.places, gates), rows.dtype, copy=False)

@@ -79,10 +79,7 @@ class Timeline:
     def critical_path(self) -> list[Place]:
         """Return the chain of actions, without gaps but for hops, that leads to the last end.
 
-        Returns
-        -------
-        list of (int, int)
-            Rank and number of each action, in the order of time.
+        Each is given by its rank and number, in the order of time.
         """
         last = max(range(self.schedule.ranks), key=lambda rank: self.ends[rank][-1])
         place: Place | None = (last, len(self.ends[last]) - 1)
