@@ -186,7 +186,6 @@ def test_layouts(comm, strict_backend):
                 a = layout.shard(A.astype(dtype), grid)
                 there_and_back = layout.unshard(a, grid, shape)
                 assert tuple(a.shape) == layout.local_shape(numpy_grid, shape)
-                grid.free()
             assert there_and_back.dtype == dtype and np.array_equal(there_and_back, A)
 
 

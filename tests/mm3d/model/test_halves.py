@@ -16,7 +16,7 @@ from mm3d.tracing import dry_run
 from mm3d.tracing.events import Boundary
 from mm3d.tracing.observe import observed
 from mm3d.tracing.trace import Trace
-from models import MODELS, PARALLELISMS, SIZES, SOME, Parallelism, different, passes, policies
+from models import PARALLELISMS, SIZES, SOME, Parallelism, different, passes, policies
 
 
 def is_weight(p) -> bool:
@@ -36,19 +36,6 @@ def test_halves_give_the_same_bits(comm, transport):
             expected = passes(model, "Fa Fb Da Db")
             for order in ("Fa Ba Wa Fb Bb Wb", "Fa Fb Ba Bb Wa Wb"):
                 assert different(passes(model, order), expected) == [], (str(parallelism), order)
-
-
-@pytest.mark.ranks(1, slow=(8,))
-def test_halves_and_recomputation_give_the_same_bits(comm):
-    """Of every scheme, each with one of the policies in turn."""
-    for parallelism, recompute in zip(SOME[comm.size], cycle([
-            "uniform:2+selective", "uniform:2", "selective", "full"])):
-        assert [recompute] == policies(parallelism, recompute)
-        with parallelism.on(comm, "numpy") as scheme:
-            expected = passes(mm3d.Transformer(scheme, **MODELS["uneven"]), "Fa Fb Da Db")
-            model = mm3d.Transformer(scheme, **MODELS["uneven"], recompute=recompute)
-            found = passes(model, "Fa Fb Ba Bb Wa Wb")
-            assert different(found, expected) == [], str(parallelism)
 
 
 def of_three(model, order: str) -> dict[str, np.ndarray]:

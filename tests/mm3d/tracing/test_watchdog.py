@@ -159,7 +159,6 @@ def test_nothing_is_changed_by_being_watched(comm, transport, recompute):
     mine = dog.board.mine
     assert mine[board.EVENTS] == 2 * calls and not mine[board.INSIDE]
     assert (" of layers.0." in dog.board.text(comm.rank)) == (comm.size > 1)
-    scheme.grid.free()
 
 
 @pytest.mark.slow
