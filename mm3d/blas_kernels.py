@@ -28,14 +28,10 @@ def fastest_kernels(processors: Path = PROCESSORS) -> str | None:
     """Return the kernels that OpenBLAS should use here; None where it chooses the fastest itself.
 
     On every processor with AVX-512 it uses kernels of 512 bits.  Zen 4 (the only one of family 25
-    with AVX-512) executes such instructions in halves of 256 bits.  There the products of a GPT
-    of 512 features, 1024 rows, take 1.03 (one process) to 1.08 times as long (two) in float32 as
-    with kernels of 256 bits (OpenBLAS 0.3.31), and as long in float64.
-
-    Parameters
-    ----------
-    processors : Path
-        Describes the processors as Linux does.
+    with AVX-512) executes such instructions in halves of 256 bits.  There the products of a GPT of
+    512 features, 1024 rows, take 1.03 (one process) to 1.08 times as long (two) in float32 as with
+    kernels of 256 bits (OpenBLAS 0.3.31), and as long in float64.  `processors` describes them as
+    Linux does.
     """
     try:
         with processors.open("rb") as file:

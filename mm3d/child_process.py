@@ -30,18 +30,12 @@ PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class ChildResult:
-    """Describe the end of a child process.
+    """Describe the end of a child process."""
 
-    Attributes
-    ----------
-    status : int or None
-        Exit status, or minus the number of the signal that ended it; None when it was ended at
-        the limit of time.
-    out, err : str
-        Standard output and standard error up to that moment.
-    """
-
+    # Exit status, or minus the number of the signal that ended it; None when it was ended at the
+    # limit of time.
     status: int | None
+    # Standard output and standard error up to that moment.
     out: str
     err: str
 

@@ -11,16 +11,9 @@ def group_folders(controller: str, own: Path | None = None,
                   groups: Path | None = None) -> list[Path]:
     """List the folders of this process' control groups that may limit it, with those above them.
 
-    A container often sees its own group as the topmost, under a name that is not there.
-
-    Parameters
-    ----------
-    controller : str
-        What is limited: "cpu", "memory".
-    own : Path, default SELF
-        The file that names this process' groups.
-    groups : Path, default GROUPS
-        The folder of all groups.
+    A container often sees its own group as the topmost, under a name that is not there.  Limits
+    are those of a `controller`, such as "cpu" or "memory"; `own` is the file that names this
+    process' groups, by default `SELF`, and `groups` the folder of all, by default `GROUPS`.
     """
     own, groups = own or SELF, groups or GROUPS
     found: dict[Path, None] = {}

@@ -67,10 +67,7 @@ Exit.__module__ = "builtins"
 class Guard:
     """End the job of all ranks if this rank ends with a failure.
 
-    Attributes
-    ----------
-    code : object
-        The code of the exit that ends the program; None before and without one.
+    Its `code` is that of the exit that ends the program; None before and without one.
     """
 
     def __init__(self) -> None:
@@ -165,11 +162,8 @@ class Guard:
 def install() -> Guard | None:
     """Make this rank end the job of all ranks when it fails.
 
-    Returns
-    -------
-    Guard or None
-        None if no guard is installed: in a job of one rank, where MPI has not been started, and
-        with ``MM3D_ABORT=0``.
+    Returns None if no guard is installed: in a job of one rank, where MPI has not been started,
+    and with ``MM3D_ABORT=0``.
     """
     if (os.environ.get(ABORT_VARIABLE) == "0" or not MPI.Is_initialized()
             or MPI.COMM_WORLD.size == 1):

@@ -209,10 +209,7 @@ def mpirun_command(ranks: int, *argv: str) -> list[str]:
 def check_launcher(size: int | None) -> None:
     """Refuse a world of one rank where the launcher has started more than one.
 
-    Parameters
-    ----------
-    size : int or None
-        Ranks of the world; None to check nothing.
+    The world has `size` ranks; None checks nothing.
 
     Raises
     ------

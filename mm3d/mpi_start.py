@@ -43,10 +43,8 @@ def check_packages() -> None:
 def import_mpi() -> None:
     """Import ``mpi4py.MPI``, which starts MPI unless ``mpi4py.rc`` says otherwise.
 
-    Raises
-    ------
-    SystemExit
-        With status 2, after the first rank has said that there is no MPI library; see `starting`.
+    Raises SystemExit with status 2, after the first rank has said that there is no MPI library;
+    see `starting`.
     """
     import mpi4py
     new = "mpi4py.MPI" not in sys.modules and mpi4py.rc.initialize
@@ -66,11 +64,9 @@ def import_mpi() -> None:
 def starting() -> Iterator[None]:
     """Let MPI start within the block; processes that start later do not see the launcher.
 
-    Raises
-    ------
-    SystemExit
-        With status 2, after the first rank of this node has said why, if shared memory lacks
-        room: on every rank of the node, or on the first, if it is other jobs that have the room.
+    Raises SystemExit with status 2, after the first rank of this node has said why, if shared
+    memory lacks room: on every rank of the node, or on the first, if it is other jobs that have
+    the room.
     """
     ranks, place = launcher.local_ranks(), launcher.local_rank()
     first = not (launcher.launcher_rank() if place is None else place)
@@ -135,10 +131,7 @@ def _is_worker() -> bool:
 def launch(environ: Mapping[str, str]) -> str:
     """Return an identifier of this start of a rank by a launcher.
 
-    Returns
-    -------
-    str
-        `NO_CONNECTION` if the environment names a connection to the launcher that is not open.
+    It is `NO_CONNECTION` if the environment names a connection to the launcher that is not open.
     """
     if environ.get("PMI_FD", "").isdigit():    # the numbers are the same in any job
         try:

@@ -13,14 +13,7 @@ def plain(name: str) -> str:
 def find_name(name: str, known: Iterable[str], what: str) -> str:
     """Return the one of the `known` names that `name` stands for.
 
-    Parameters
-    ----------
-    name : str
-        What was given, such as ``3D`` or ``zb_h1``.
-    known : iterable of str
-        The names that would do.
-    what : str
-        What is named, for the message, such as ``scheme``.
+    The message says what is named, such as ``scheme``.
 
     Raises
     ------

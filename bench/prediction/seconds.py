@@ -29,7 +29,7 @@ Terms = dict[str, float]    # seconds by term
 SIMILAR_SHAPE = 0.6    # distance of similar products, in logarithms of edges
 PRIOR_WEIGHT = 0.3     # weight of no deviation, beside the weights of similar products
 ROOTED = ("broadcast", "reduce")
-REPLICAS = ("r", "d")    # directions of `mm3d.training.data_grid.DataGrid` that sum gradients
+REPLICAS = ("r", "d")    # directions of `mm3d.training.mesh.DataGrid` that sum gradients
 MOST_UNEVEN = 1 << 10    # ranks counted one by one: up to where lines and nodes align again
 
 

@@ -8,7 +8,7 @@ from bench.prediction.kernels import priced
 from bench.prediction.memory_fit import state_by_kind
 from bench.prediction.seconds import TERMS, trace_terms
 from bench.document import Column, Notes, Number, Table, number_cell
-from mm3d.model.experts.capacity import capacity_of
+from mm3d.model.experts.token_order import capacity_of
 from mm3d.model.experts.options import ExpertOptions
 from mm3d.model.stack import Stack
 from mm3d.tracing.events import Boundary, Call, Collective, Gemm, Overlapped, Pass

@@ -4,8 +4,7 @@ import itertools
 from typing import Mapping
 
 from bench.document import Column, Notes, Number, Table, number_cell
-from mm3d.training.schedules.clock import Timeline
-from mm3d.training.schedules.memory import peak_in_flight
+from mm3d.training.schedules.clock import Timeline, peak_in_flight
 from mm3d.training.schedules.messages import message_count, pending_needed
 
 

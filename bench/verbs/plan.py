@@ -25,7 +25,7 @@ from bench.command_line.number_types import MOST_RANKS
 from bench.command_line.progress import StatusLine
 from mm3d import ModelSizes
 from mm3d.console import say
-from mm3d.model.experts.capacity import capacity_of
+from mm3d.model.experts.token_order import capacity_of
 from mm3d.model.experts.options import ExpertOptions
 from mm3d.model.sizes import SIZES
 from mm3d.model.stack import Stack

@@ -29,53 +29,31 @@ Progress = Callable[[], None] | None    # lets collectives make progress during 
 
 
 class Backend:
-    """Provide NumPy's arrays in host memory; backends of other libraries override what differs.
+    """Provide NumPy's arrays in host memory; backends of other libraries override what differs."""
 
-    Attributes
-    ----------
-    name : str
-        The value of ``--backend``.
-    owns_types : bool
-        Whether all arrays of a type are its own, if one of them is.
-    has_contents : bool
-        Whether elements of arrays have values; in dry runs they have none.
-    xp : module
-        The array library.
-    pool : object
-        Lends the memory of the arrays, and counts it.
-    block : int
-        Elements that elementwise work handles at a time, as many as stay in cache, or all.
-    host_buffers : bool
-        Whether MPI may read and write the arrays in place.
-    has_device : bool
-        Whether the arrays are in the memory of a device; a node may have several.
-    kernels : object or None
-        The library's own versions of functions of `mm3d.model.functional`, under the same names,
-        for arrays of the types in its `dtypes`; other arrays use the readable functions.
-    nccl : module or None
-        CuPy's binding of NCCL, where the arrays are on a device and NCCL is installed.
-    more_dtypes : tuple of dtype
-        Floating-point types beside float16, float32 and float64, which every library has.
-    recording : bool
-        Whether a step runs to become a `graph`, which would repeat what the host gives it now.
-    between_blocks : callable or None
-        Called between blocks of elementwise work, so that collectives in flight make progress.
-    """
-
-    name = "numpy"
-    owns_types = has_contents = True
-    xp: ModuleType = np
-    pool: Any
-    block = 32768
-    host_buffers = True
-    has_device = recording = False
+    name = "numpy"    # the value of ``--backend``
+    owns_types = True    # whether all arrays of a type are its own, if one of them is
+    has_contents = True    # whether elements of arrays have values; in dry runs they have none
+    xp: ModuleType = np    # the array library
+    pool: Any    # lends the memory of the arrays, and counts it
+    block = 32768    # elements of elementwise work at a time, as many as stay in cache, or all
+    host_buffers = True    # whether MPI may read and write the arrays in place
+    has_device = False    # whether the arrays are in a device's memory; a node may have several
+    # Whether a step runs to become a `graph`, which would repeat what the host gives it now.
+    recording = False
+    # The library's own versions of functions of `mm3d.model.functional`, under the same names, for
+    # arrays of the types in its `dtypes`; other arrays use the readable functions.
     kernels: Any = None
-    nccl: Any = None
+    nccl: Any = None    # CuPy's binding of NCCL, where arrays are on a device and it is installed
+    # Called between blocks of elementwise work, so that collectives in flight make progress.
     between_blocks: Progress = None
 
     @property
     def more_dtypes(self) -> tuple[Any, ...]:
-        """bfloat16 if the package ml_dtypes is installed, which NumPy and CuPy take it from."""
+        """Floating-point types beside float16, float32 and float64, which every library has.
+
+        That is bfloat16 if the package ml_dtypes is installed, which NumPy and CuPy take it from.
+        """
         try:
             import ml_dtypes
         except ImportError:

@@ -8,12 +8,7 @@ def block_lengths(extent: int, parts: int, unit: int = 1) -> Sequence[int]:
     """Return the lengths of `parts` contiguous blocks of `extent` elements.
 
     Blocks consist of whole units of `unit` elements.  If the units do not divide evenly, each of
-    the first blocks has one unit more.
-
-    Raises
-    ------
-    ValueError
-        When `extent` is no multiple of `unit`.
+    the first blocks has one unit more.  Raises ValueError when `extent` is no multiple of `unit`.
     """
     share, more = divmod(_whole_units(extent, unit), parts)
     if parts > 4096:    # a list of a million takes milliseconds

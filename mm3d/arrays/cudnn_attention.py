@@ -34,14 +34,7 @@ class FlashAttention:
     """Attention of one GPU by cuDNN; a shape is planned once.
 
     Results do not depend on the order in which blocks of threads run.  Source: Dao, arXiv
-    2307.08691.
-
-    Parameters
-    ----------
-    library : CupyBackend
-        The backend whose stream computes.
-    cudnn : module
-        The package nvidia-cudnn-frontend.
+    2307.08691.  It computes on the stream of `library`, by the package nvidia-cudnn-frontend.
     """
 
     def __init__(self, library: Any, cudnn: Any) -> None:
@@ -60,12 +53,8 @@ class FlashAttention:
                 out: Array) -> Saved | None:
         """Compute attention, see `mm3d.model.functional.attention_forward`.
 
-        `reach` is how many positions a query sees, up to its own; 0 without a mask.
-
-        Returns
-        -------
-        Saved or None
-            None if cuDNN does not take these arrays, and then nothing is computed.
+        `reach` is how many positions a query sees, up to its own; 0 without a mask.  None if cuDNN
+        does not take these arrays, and then nothing is computed.
         """
         batch, queries, heads, _ = q.shape
         seen = seen_keys(q, k, first, reach)
@@ -79,10 +68,7 @@ class FlashAttention:
                  reach: int, gradients: tuple[Array, Array, Array]) -> bool:
         """Compute the gradients of `forward` from what it saved.
 
-        Returns
-        -------
-        bool
-            False if cuDNN does not take these arrays, and then nothing is computed.
+        False if cuDNN does not take these arrays, and then nothing is computed.
         """
         (q, k, v), (dq, dk, dv) = qkv, gradients
         seen = seen_keys(q, k, first, reach)
@@ -155,10 +141,8 @@ class FlashAttention:
 def open_flash(library: Any, capability: int) -> FlashAttention | None:
     """Open cuDNN for a GPU of this compute capability; None where it is left out.
 
-    Raises
-    ------
-    ValueError
-        When its package is installed, and its library is missing, broken, or does not start.
+    Raises ValueError when its package is installed, and its library is missing, broken, or does
+    not start.
     """
     if capability < AMPERE or not library.with_cudnn:
         return None

@@ -233,14 +233,8 @@ def divide_heads(batch: int, heads: int, size: int) -> list[Group]:
     """Divide sequences and heads into groups whose scores take at most `MAX_SCORE_BYTES`.
 
     A group is all heads of some sequences, or some heads of one sequence; at least one head.  The
-    first group is the largest; others have a similar size.
-
-    Parameters
-    ----------
-    batch, heads : int
-        Number of sequences, and of heads.
-    size : int
-        Bytes of the scores of one head.
+    first group is the largest; others have a similar size.  The scores of one head take `size`
+    bytes.
     """
     pairs = max(1, MAX_SCORE_BYTES // max(1, size))
     most = (pairs // heads, heads) if pairs >= heads > 0 else (1, pairs)

@@ -14,17 +14,10 @@ Array = Any
 
 @dataclass(frozen=True)
 class Segment:
-    """Describe consecutive rows of one group.
+    """Describe consecutive rows of one group."""
 
-    Attributes
-    ----------
-    group : int
-        Number of the group.
-    start, stop : int
-        The first row, and the one after the last.
-    """
-
-    group: int
+    group: int    # number of the group
+    # The first row, and the one after the last.
     start: int
     stop: int
 
@@ -50,19 +43,8 @@ def cut_segments(segments: Sequence[Segment], start: int, stop: int) -> list[Seg
 def grouped_matmul(a: Array, b: Array, segments: Sequence[Segment]) -> Array:
     """Compute A_e B_e for all groups e.
 
-    Parameters
-    ----------
-    a : Array
-        (rows, n); each row is in one segment.
-    b : Array
-        (groups, n, k), of the dtype of `a`.
-    segments : sequence of Segment
-        The groups of the rows.
-
-    Returns
-    -------
-    Array
-        (rows, k).
+    a is (rows, n), each row in one segment; b is (groups, n, k), of its dtype.  The result is
+    (rows, k).
     """
     library = backend_of(a)
     out = library.empty((a.shape[0], b.shape[2]), a.dtype)
@@ -85,12 +67,8 @@ def grouped_matmul_tn(a: Array, b: Array, segments: Sequence[Segment], groups: i
                       accumulate_float32: bool = False) -> Array:
     """Compute A_e^T B_e of (rows, n) and (rows, k) for all groups e.
 
-    `empty` and `accumulate_float32` are as in `mm3d.arrays.products.matmul_tn`.
-
-    Returns
-    -------
-    Array
-        (groups, n, k); zero for groups without rows.
+    `empty` and `accumulate_float32` are as in `mm3d.arrays.products.matmul_tn`.  The result is
+    (groups, n, k), zero for groups without rows.
     """
     library = backend_of(a)
     dtype = accumulation_dtype(a) if accumulate_float32 else a.dtype

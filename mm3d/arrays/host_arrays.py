@@ -8,10 +8,7 @@ import numpy as np
 def masked_array(name: str, a: Any) -> np.ndarray:
     """Convert what a caller passes to an array, with a mask if anything in it is masked.
 
-    Raises
-    ------
-    ValueError
-        When its parts differ in shape, such as lists of different lengths.
+    Raises ValueError when its parts differ in shape, such as lists of different lengths.
     """
     if isinstance(getattr(a, "dtype", None), np.dtype) and hasattr(a, "shape"):
         return a
@@ -33,10 +30,8 @@ def check_unmasked(name: str, a: Any) -> None:
 def check_real(name: str, a: Any) -> tuple[int, ...]:
     """Check that an array has real numbers only; return its shape.
 
-    Raises
-    ------
-    ValueError
-        For complex numbers, texts, objects and masked elements, and for what is no array.
+    Raises ValueError for complex numbers, texts, objects and masked elements, and for what is no
+    array.
     """
     a = masked_array(name, a)
     check_unmasked(name, a)

@@ -31,14 +31,9 @@ class Kernels:
     library : Backend
         Its `empty` allocates memory.  Its `xp` has NumPy's functions with their ``out``: it is
         NumPy, or a substitute in a dry run or while a step is observed.
-
-    Attributes
-    ----------
-    dtypes : tuple of dtype
-        The types of arrays that the kernels take.
     """
 
-    dtypes = (np.dtype(np.float32), np.dtype(np.float64))
+    dtypes = (np.dtype(np.float32), np.dtype(np.float64))    # of arrays that the kernels take
 
     def __init__(self, library: Any) -> None:
         self.library = library

@@ -154,10 +154,7 @@ class Pool(IdleMemory):
     def take(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """Allocate an uninitialised C-ordered array of `shape` and `dtype`.
 
-        Raises
-        ------
-        MemoryError
-            When there is no memory for it, or none could be addressed.
+        Raises MemoryError when there is no memory for it, or none could be addressed.
         """
         # A step takes hundreds of small arrays: a method called here, or in `_keep`, is felt.
         length, unit = math.prod(shape) * dtype.itemsize, self.granularity
@@ -247,12 +244,7 @@ class Pool(IdleMemory):
 class DryPool(Pool):
     """Count memory as a `Pool` does, without allocating it.
 
-    Parameters
-    ----------
-    granularity : int
-        Bytes of a unit of memory.
-    on_take : callable
-        Called after each `take`.
+    The unit of memory is `granularity` bytes; `on_take` is called after each `take`.
     """
 
     _byte = ctypes.c_char()

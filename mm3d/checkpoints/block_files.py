@@ -23,26 +23,16 @@ PAGE = 4096    # bytes of a file that are kept in memory together
 
 @dataclass(frozen=True)
 class Block:
-    """Describe where a block of a global array lies.
+    """Describe where a block of a global array lies."""
 
-    Attributes
-    ----------
-    path : str
-        The array's place in the index, and the block's in its file.
-    start, shape : tuple of int
-        First indices and lengths of the block in the array as stored.
-    file, offset : str, int
-        The file, and the first byte of the data in it.
-    checksums : tuple of int
-        CRC-32 of each piece.
-    """
-
-    path: str
+    path: str    # the array's place in the index, and the block's in its file
+    # First indices and lengths of the block in the array as stored.
     start: tuple[int, ...]
     shape: tuple[int, ...]
+    # The file, and the first byte of the data in it.
     file: str
     offset: int
-    checksums: tuple[int, ...]
+    checksums: tuple[int, ...]    # CRC-32 of each piece
 
 
 class SparseFile(io.RawIOBase):

@@ -51,10 +51,7 @@ def step_of(path: Path) -> int:
 def remove_old(folder: Path, keep: int, newest: Path) -> list[str]:
     """Remove all checkpoints except `newest` and those of the last `keep` steps.
 
-    Returns
-    -------
-    list of str
-        A line for each that could not be removed.
+    Returns a line for each that could not be removed.
     """
     try:
         found = checkpoints(folder)

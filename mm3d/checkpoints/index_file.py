@@ -21,8 +21,8 @@ from mm3d.checkpoints.block_files import Block
 from mm3d.checkpoints.folder import INDEX
 from mm3d.checkpoints.together import describe_error
 
-FORMAT, BEFORE = "mm3d checkpoint, version 2", "mm3d checkpoint, version 1"
-# What follows the HDF5 file in version 2, which HDF5 does not read.
+FORMAT = "mm3d checkpoint, version 2"
+# What follows the HDF5 file, which HDF5 does not read.
 CHECKSUM = "\nCRC-32 of what is before: {:08x}\n"
 CHECKSUM_LINE = re.compile(rb"\nCRC-32 of what is before: [0-9a-f]{8}\n\Z")
 DROPOUT_STEP = "dropout_step"    # an attribute of the checkpoint and of models with dropout
@@ -42,27 +42,16 @@ class ArrayInfo:
 
 @dataclass(frozen=True)
 class Index:
-    """Describe what a checkpoint holds, without the elements.
+    """Describe what a checkpoint holds, without the elements."""
 
-    Attributes
-    ----------
-    arrays : dict of str to ArrayInfo
-        By path.
-    attributes : dict
-        Attributes of the checkpoint: the step, and what the caller added.
-    optimizer : dict
-        Name and numbers of the optimizer; empty without one.
-    model : dict
-        What defines the model, `Definition.function`; empty where it is not known.
-    training : dict
-        `Definition.training`, and the options of the optimizer as "optimizer.NAME".
-    """
-
-    arrays: dict[str, ArrayInfo]
+    arrays: dict[str, ArrayInfo]    # by path
     blocks: list[Block]
+    # Attributes of the checkpoint: the step, and what the caller added.
     attributes: dict[str, Any]
-    optimizer: dict[str, Any]
+    optimizer: dict[str, Any]    # name and numbers of the optimizer; empty without one
+    # What defines the model, `Definition.function`; empty where it is not known.
     model: dict[str, Any]
+    # `Definition.training`, and the options of the optimizer as "optimizer.NAME".
     training: dict[str, Any]
 
     def blocks_by_path(self) -> dict[str, list[Block]]:
@@ -114,10 +103,7 @@ def _create_global_array(file: h5py.File, info: ArrayInfo, blocks: list[Block]) 
 def read_index(folder: Path) -> Index:
     """Read the index of a checkpoint.
 
-    Raises
-    ------
-    OSError
-        When it is missing or damaged, or no index of a checkpoint.
+    Raises OSError when it is missing or damaged, or no index of a checkpoint.
     """
     try:
         data = (folder / INDEX).read_bytes()
@@ -127,39 +113,33 @@ def read_index(folder: Path) -> Index:
     if found and found[0] != CHECKSUM.format(zlib.crc32(data[:found.start()])).encode():
         raise OSError(f"{INDEX} is damaged: its checksum differs")
     try:
-        index, version, checksum = _parse_index(data)
+        index, version = _parse_index(data)
     except Exception as error:    # of any kind, as the bytes may be any without a checksum
         raise OSError(f"{INDEX} is damaged: {describe_error(error)}") from error
-    if version not in (FORMAT, BEFORE):
+    if version != FORMAT:
         raise OSError(f"{INDEX} is not of the format {FORMAT!r}, but {version!r}")
-    if not (found if version == FORMAT else checksum):
+    if not found:
         raise OSError(f"{INDEX} is damaged: its checksum is missing or differs")
     return index
 
 
-def _parse_index(data: bytes) -> tuple[Index, Any, bool]:
-    """Return an index, its version, and whether the blocks' table has a right checksum."""
+def _parse_index(data: bytes) -> tuple[Index, Any]:
+    """Return an index, and its version."""
     with h5py.File(io.BytesIO(data)) as file:
         attributes = _plain(file.attrs)
         version = attributes.pop("format", None)
         attributes.pop("comment", None)
         groups = {name: _plain(file[name].attrs) if name in file else {} for name in GROUPS}
-        text = file["blocks"][()].tobytes()
-        checksum = file["blocks"].attrs.get("crc32") == zlib.crc32(text)
-    table = json.loads(text)
+        table = json.loads(file["blocks"][()].tobytes())
     arrays = [ArrayInfo(**_tuples(info)) for info in table["arrays"]]
     blocks = [Block(**_tuples(block)) for block in table["blocks"]]
-    index = Index({info.path: info for info in arrays}, blocks, attributes, **groups)
-    return index, version, checksum
+    return Index({info.path: info for info in arrays}, blocks, attributes, **groups), version
 
 
 def storable_attributes(attributes: Mapping[str, Any]) -> dict[str, Any]:
     """Return attributes as numbers and texts of Python, which an index gives back as they are.
 
-    Raises
-    ------
-    ValueError
-        For the first one that it would not give back.
+    Raises ValueError for the first one that it would not give back.
     """
     plain = {name: _plain_value(value) for name, value in attributes.items()}
     if _come_back(plain):

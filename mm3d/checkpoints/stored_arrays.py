@@ -12,31 +12,16 @@ DTYPES = ("float16", "float32", "float64")
 
 @dataclass(frozen=True)
 class StoredArray:
-    """Describe a global array, and this rank's block of it.
+    """Describe a global array, and this rank's block of it."""
 
-    Attributes
-    ----------
-    path : str
-        Its place in the index: "parameters/NAME", or "optimizer/MOMENT/NAME".
-    shape, public_shape : tuple of int
-        Global shape as the model stores it, and as `Transformer.state` returns it.
-    place : tuple of slice
-        This rank's block of it.
-    counted : bool
-        Whether this rank writes the block.
-    array : Array
-        The block, which reading changes.
-    backend : Backend
-        Copies it to the host and back.
-    """
-
-    path: str
+    path: str    # its place in the index: "parameters/NAME", or "optimizer/MOMENT/NAME"
+    # Global shape as the model stores it, and as `Transformer.state` returns it.
     shape: tuple[int, ...]
     public_shape: tuple[int, ...]
-    place: tuple[slice, ...]
-    counted: bool
-    array: Array
-    backend: Any
+    place: tuple[slice, ...]    # this rank's block of it
+    counted: bool    # whether this rank writes the block
+    array: Array    # the block, which reading changes
+    backend: Any    # copies it to the host and back
 
     @property
     def dtype(self) -> np.dtype:
@@ -47,10 +32,7 @@ class StoredArray:
 def stored_arrays(model: Any, optimizer: Any = None) -> list[StoredArray]:
     """Return this rank's arrays of a model and of the moments of its optimizer.
 
-    Raises
-    ------
-    ValueError
-        For a type that HDF5 does not have, and for the optimizer of another model.
+    Raises ValueError for a type that HDF5 does not have, and for the optimizer of another model.
     """
     moments = optimizer.state if optimizer is not None else {}
     if optimizer is not None and [*optimizer.model.trained] != [*model.trained]:

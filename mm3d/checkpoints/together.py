@@ -12,10 +12,8 @@ PROBLEMS = (OSError, RuntimeError, ValueError, KeyError, MemoryError)
 def on_root(comm: Any, problem: str, act: Callable[[], Any]) -> Any:
     """Call `act` on rank 0, and return its result on all ranks.
 
-    Raises
-    ------
-    OSError
-        On every rank alike, with `problem` before the line of the error that `act` raised.
+    Raises OSError on every rank alike, with `problem` before the line of the error that `act`
+    raised.
     """
     result, line = comm.bcast(_attempt(act) if comm.rank == 0 else None)
     if line:
@@ -26,10 +24,7 @@ def on_root(comm: Any, problem: str, act: Callable[[], Any]) -> Any:
 def on_each(comm: Any, problem: str, act: Callable[[], Any]) -> Any:
     """Call `act` on each rank, and return this rank's result.
 
-    Raises
-    ------
-    OSError
-        On every rank alike, with the line of the first rank that failed.
+    Raises OSError on every rank alike, with the line of the first rank that failed.
     """
     result, line = _attempt(act)
     lines = comm.allgather(line)

@@ -44,11 +44,8 @@ def machine() -> str:
 class Writer:
     """Write the files of one checkpoint; on rank 0 alone, but for the blocks.
 
-    Attributes
-    ----------
-    said : list of str
-        What the caller should know, though the checkpoint is written: leftovers that stay, and
-        other writers.
+    In `said` is what the caller should know, though the checkpoint is written: leftovers that
+    stay, and other writers.
     """
 
     def __init__(self, folder: Path, step: int) -> None:

@@ -84,12 +84,7 @@ def train_on_meshes(comm: MPI.Comm, batches: np.ndarray,
 def train_by_transformers(python: str, folder: Path, batches: np.ndarray) -> list[float]:
     """Train the model in `folder` by the library transformers; return the losses.
 
-    `python` is an interpreter that has it.
-
-    Raises
-    ------
-    RuntimeError
-        When it fails there.
+    `python` is an interpreter that has it.  Raises RuntimeError when it fails there.
     """
     np.save(folder / "batches.npy", batches)
     (folder / "adamw.json").write_text(json.dumps(ADAMW), encoding="utf-8")

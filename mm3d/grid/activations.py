@@ -29,19 +29,12 @@ class Context:
 
     Rank r holds chunk r and then chunk 2 n - 1 - r.  So all have as many pairs of a query and an
     earlier key, 2 n l^2 of chunks of l positions: the work of causal attention is balanced.
-
-    Attributes
-    ----------
-    axis : Axis
-        The ranks, direction c.
-    seq : int
-        Global number of positions of a sequence, at least one for each rank.
-    way : {"gather", "ring"}
-        How attention meets the keys and values of other ranks: gathered, or passed on.
     """
 
-    axis: Axis
-    seq: int
+    axis: Axis    # the ranks, direction c
+    seq: int    # global number of positions of a sequence, at least one for each rank
+    # {"gather", "ring"}: how attention meets the keys and values of other ranks: gathered, or
+    # passed on.
     way: str
 
     def chunks(self, rank: int | None = None) -> list[range]:

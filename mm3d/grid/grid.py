@@ -33,24 +33,17 @@ def join_ranks(comm: MPI.Intracomm | DryCommunicator, shape: GridShape,
 class GridAxes:
     """Join ranks along directions of a grid: an `Axis` for each, with its traffic.
 
-    Beside `Grid`, `mm3d.training.data_grid.DataGrid` of replicas derives from it.
-
-    Attributes
-    ----------
-    comm, backend, shape, coords
-        See `Grid`; a subclass sets them first.
-    axes : dict of str to Axis
-        The ranks that differ from this one along each direction.
-    nodes : int
-        Nodes that the ranks are on; 0 in dry runs, for devices, and with ``MM3D_TRANSPORT=mpi``.
+    Beside `Grid`, `mm3d.training.mesh.DataGrid` of replicas derives from it.
     """
 
+    # Nodes that the ranks are on; 0 in dry runs, for devices, and with ``MM3D_TRANSPORT=mpi``.
     nodes = 0
+    # See `Grid`; a subclass sets them first.
     comm: MPI.Intracomm | DryCommunicator
     backend: Backend
     shape: GridShape
     coords: dict[str, int]
-    axes: dict[str, Axis]
+    axes: dict[str, Axis]    # the ranks that differ from this one along each direction
 
     def _create_axes(self, names: Iterable[str], ordered: bool = False) -> dict[str, Axis]:
         """Create the axes of the directions `names`; `ordered` as in `create_transports`."""

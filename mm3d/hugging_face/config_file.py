@@ -24,10 +24,7 @@ LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_positio
 def read_config(path: str | Path) -> dict[str, Any]:
     """Return the keys of a configuration.
 
-    Parameters
-    ----------
-    path : path
-        The file, or the folder that has it.
+    `path` is the file, or the folder that has it.
 
     Raises
     ------
@@ -77,14 +74,7 @@ def model_from_config(path: str | Path, *, batch: int, seq: int, **fields: Any) 
 def take_length(found: dict[str, Any], seq: int | None, name: str) -> int:
     """Return the length of sequences, and take "positions" out of the result of `model_fields`.
 
-    Parameters
-    ----------
-    found : dict
-        The result, which is changed.
-    seq : int or None
-        The length that is asked for; None for the longest.
-    name : str
-        What messages call the model.
+    `seq` is the length that is asked for, None for the longest; messages call the model `name`.
 
     Raises
     ------
@@ -232,11 +222,6 @@ def _plain_size(name: str, field: str, value: Any, sizes: Mapping[str, int]) -> 
 
 def config_of(model: Model) -> dict[str, Any]:
     """Return the configuration of a model, of which `model_fields` returns the same.
-
-    Parameters
-    ----------
-    model : Model
-        The model.
 
     Raises
     ------

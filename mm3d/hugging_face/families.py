@@ -24,38 +24,23 @@ DECODER = {"is_encoder_decoder": (False,)}    # of any family
 
 @dataclass(frozen=True)
 class Family:
-    """State what the keys of a family's configuration mean.
+    """State what the keys of a family's configuration mean."""
 
-    Attributes
-    ----------
-    name : str
-        The class of transformers.
-    sizes : mapping of str to str
-        The keys of the sizes, by field of `mm3d.Model`; "positions" is the longest sequence.
-    architecture : mapping of str to Any
-        Fields of `mm3d.Architecture` that all models of the family have.
-    keys : mapping of str to str
-        The keys of further fields of it, by field.
-    defaults : mapping of str to Any
-        What keys mean that a file leaves out.
-    only : mapping of str to tuple
-        Keys that change what a model computes, with the values that are computed here; the first
-        is also the default.
-    rotary, window : bool
-        Whether there are keys of rotary embeddings, and of a window.
-    experts : tuple of str
-        The keys of experts: how many there are, how many are chosen, whether there is a balance
-        loss, its coefficient, and those of Qwen's alone; () without experts.
-    """
-
-    name: str
+    name: str    # the class of transformers
+    # The keys of the sizes, by field of `mm3d.Model`; "positions" is the longest sequence.
     sizes: Mapping[str, str]
+    # Fields of `mm3d.Architecture` that all models of the family have.
     architecture: Mapping[str, Any]
-    keys: Mapping[str, str]
-    defaults: Mapping[str, Any]
+    keys: Mapping[str, str]    # the keys of further fields of it, by field
+    defaults: Mapping[str, Any]    # what keys mean that a file leaves out
+    # Keys that change what a model computes, with the values that are computed here; the first is
+    # also the default.
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    # Whether there are keys of rotary embeddings, and of a window.
     rotary: bool = True
     window: bool = False
+    # The keys of experts: how many there are, how many are chosen, whether there is a balance
+    # loss, its coefficient, and those of Qwen's alone; () without experts.
     experts: tuple[str, ...] = ()
 
     @property

@@ -45,24 +45,14 @@ BUFFERS = ("attn.bias", "attn.masked_bias", "self_attn.rotary_emb.inv_freq")
 
 @dataclass(frozen=True)
 class Piece:
-    """State that a part of a tensor in a file is a part of a parameter.
+    """State that a part of a tensor in a file is a part of a parameter."""
 
-    Attributes
-    ----------
-    tensor : str
-        Name of the tensor.
-    transposed : bool
-        Whether the tensor's dimensions are in the opposite order.
-    target : tuple of int or slice
-        The part of the global array as stored here; a number for a dimension that the tensor does
-        not have.
-    origin : tuple of int
-        Where the part begins in the tensor, in the order of the dimensions here.
-    """
-
-    tensor: str
-    transposed: bool
+    tensor: str    # name of the tensor
+    transposed: bool    # whether the tensor's dimensions are in the opposite order
+    # The part of the global array as stored here; a number for a dimension that the tensor does
+    # not have.
     target: tuple[int | slice, ...]
+    # Where the part begins in the tensor, in the order of the dimensions here.
     origin: tuple[int, ...]
 
     @property
@@ -110,16 +100,7 @@ class Piece:
 def pieces_of(kind: str, name: str, shape: Shape, sizes: ModelSizes) -> list[Piece]:
     """Return the pieces of tensors that are a parameter.
 
-    Parameters
-    ----------
-    kind : str
-        The family, such as "llama".
-    name : str
-        Name of the parameter, such as "layers.0.mlp.up.weight".
-    shape : tuple of int
-        Its global shape as stored.
-    sizes : ModelSizes
-        Sizes of the model.
+    `kind` is the family, such as "llama", and `shape` the global shape as stored.
 
     Raises
     ------

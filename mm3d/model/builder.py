@@ -6,7 +6,7 @@ from typing import Any, Callable, Iterator
 from mm3d.grid.activations import Space
 from mm3d.grid.layout import Layout
 from mm3d.grid.split import Split
-from mm3d.model.experts.shared import ExpertRanks, Routings
+from mm3d.model.experts.totals import ExpertRanks, Routings
 from mm3d.model.masks import MaskKey
 from mm3d.model.parameters import Parameter
 from mm3d.schemes.scheme import Scheme

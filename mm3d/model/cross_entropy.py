@@ -15,17 +15,10 @@ from mm3d.model.token_functions import (merge_statistics, rows_held, softmax_gra
 
 @dataclass(frozen=True)
 class Targets:
-    """Hold the targets of a loss, and the factor of its gradient.
+    """Hold the targets of a loss, and the factor of its gradient."""
 
-    Attributes
-    ----------
-    numbers : ndarray
-        Global targets, (batch, seq), integers of the host.
-    scale : float
-        Factor of the gradient of the sum of all losses, such as 1 / rows for a mean.
-    """
-
-    numbers: np.ndarray
+    numbers: np.ndarray    # global targets, (batch, seq), integers of the host
+    # Factor of the gradient of the sum of all losses, such as 1 / rows for a mean.
     scale: float = 1.0
 
 
@@ -37,20 +30,10 @@ class CrossEntropy:
     factor of the z-loss.  Rows with an ignored target have the loss 0.
 
     Logits are never gathered.  Each rank computes four numbers a row over its block of the
-    vocabulary: the maximum m, the sum of exp(l - m), l_t if it has it, and with smoothing the
-    sum of l.  One small all-gather of them replaces reductions of a maximum and then of sums: it
-    needs no second latency, and the ranks of a row merge them in the same order.
-
-    Parameters
-    ----------
-    space : Space
-        Space of the logits: the inner one.
-    vocab : int
-        Global number of logits of a row.
-    ignored : int
-        The target of rows that do not count.
-    smoothing, z_loss : float
-        s and z.
+    vocabulary: the maximum m, the sum of exp(l - m), l_t if it has it, and with smoothing the sum
+    of l.  One small all-gather of them replaces reductions of a maximum and then of sums: it needs
+    no second latency, and the ranks of a row merge them in the same order.  The logits are in the
+    inner space, a row has `vocab` of them globally.
     """
 
     def __init__(self, space: Space, vocab: int, ignored: int = -1, smoothing: float = 0.0,
@@ -151,12 +134,8 @@ class CrossEntropy:
     def backward(self, targets: Targets, saved: Any, within: None = None) -> Array:
         """Compute the gradient of the logits from the sum of the losses, times ``targets.scale``.
 
-        The memory of the logits is reused, unless a product gathers the result.
-
-        Returns
-        -------
-        Array
-            This rank's block of the gradient, (batch, seq, vocab).
+        The memory of the logits is reused, unless a product gathers the result.  The result is
+        this rank's block of (batch, seq, vocab).
         """
         exponentials, share, lse = saved
         library, xp, dtype = self.space.grid.backend, namespace(share), share.dtype

@@ -1,7 +1,7 @@
-"""Look up tokens and positions in tables whose rows are divided over the grid."""
+"""Look up tokens and positions in tables divided over the grid; compute logits by such a table."""
 
 import re
-from typing import Iterator
+from typing import Any, Iterator
 
 import numpy as np
 
@@ -11,6 +11,7 @@ from mm3d.grid.axis import Axis
 from mm3d.grid.grid import Grid
 from mm3d.grid.layout import Layout, divided_directions
 from mm3d.model.builder import Builder
+from mm3d.model.layers import Linear
 from mm3d.model.parameters import Parameter
 from mm3d.model.token_functions import add_rows_by_id, look_up_rows
 
@@ -100,10 +101,7 @@ class Embedding:
 class _Table:
     """Gather a block of a table `along` the direction that products gather a weight along, if any.
 
-    Attributes
-    ----------
-    first, count : int
-        The first row of the gathered block, and the number of its rows.
+    Of the gathered block `first` is the first row, `count` the number of its rows.
     """
 
     def __init__(self, parameter: Parameter, grid: Grid, layout: Layout, along: str | None
@@ -132,3 +130,49 @@ class _Table:
         for axis in copies:
             terms = axis.all_reduce(terms)
         self.parameter.accumulate(self._split.reduce_scatter(terms) if self._split else terms)
+
+
+class Head(Linear):
+    """Compute logits = x W, in the inner space.
+
+    The global shape of W is hidden x vocab.
+    """
+
+    table = None    # of the embedding
+
+    def __init__(self, build: Builder, hidden: int, vocab: int) -> None:
+        super().__init__(build, "head", "up", (hidden, vocab), has_bias=False)
+
+
+class TiedHead:
+    """Compute logits = x E^T, with the table E of the embedding.
+
+    On the rank of the table the weight is a second use of it, with a gradient of its own.  Both
+    are summed at the end of a step, the embedding's first, so that the result does not depend on
+    the order of forward and backward passes, nor on the stages where embedding and head are.  The
+    global shape of E is vocab x hidden.  Without a `table` a copy is made, as the table is on
+    another stage.
+    """
+
+    def __init__(self, build: Builder, hidden: int, vocab: int,
+                 table: Parameter | None = None) -> None:
+        build.named(self, "head", "head")
+        shape, self.table, self.parameters = (vocab, hidden), table, []
+        self.product = build.scheme.product(build.inner, build.outer, shape, (1, 1))
+        if table is not None:
+            self.weight = table.twin()
+        else:
+            copy = self.weight = build.create_parameter(
+                "embedding.weight", self.product.weight, shape, self.product.gathered_along)
+            copy.first_copy, self.parameters = False, [copy]
+        self.product.use_weight(self.weight)
+
+    def forward(self, x: Array, within: None = None) -> tuple[Array, Any]:
+        """Compute the logits, in the inner space; return them with x."""
+        return self.product.forward_transposed(x, self.weight.value), x
+
+    def backward(self, dlogits: Array, saved: Any, within: None = None) -> Array:
+        """Compute dx = dlogits E; add dE to the gradient."""
+        dx, dE = self.product.backward_transposed(dlogits, saved, self.weight.value)
+        self.weight.accumulate(dE)
+        return dx

@@ -43,14 +43,7 @@ def prefer_backend_kernel(readable: Callable) -> Callable:
 def add_rows(a: Array, b: Array, out: Array) -> Array:
     """Compute a + b, the vector b added to every row of `a`.
 
-    Parameters
-    ----------
-    a : Array
-        (..., local features).
-    b : Array
-        (local features,).
-    out : Array
-        Receives the result; may be `a`.
+    `a` is (..., local features), b (local features,); `out` may be `a`.
     """
     for u, y in row_blocks(backend_of(a), a, out):
         y[...] = u + b
@@ -110,14 +103,8 @@ def _sum_terms(keep_float32: bool, term: Callable[..., Array], *arrays: Array) -
 def gelu_forward(x: Array, out: Array) -> Array:
     """Compute GELU in its tanh form, x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))).
 
-    Source: Hendrycks and Gimpel, arXiv 1606.08415.
-
-    Parameters
-    ----------
-    x : Array
-        Activation of any shape.
-    out : Array
-        Receives the result, in its own dtype; same shape as x.
+    x has any shape, `out` the same and its own dtype.  Source: Hendrycks and Gimpel, arXiv
+    1606.08415.
     """
     library, xp = backend_of(x), namespace(x)
     for u, y in row_blocks(library, x, out):

@@ -123,12 +123,7 @@ class FlatVectors:
 class JoinedVectors:
     """Gather the vectors of several parameters, or sum their gradients, together.
 
-    Parameters
-    ----------
-    spaces : sequence of sequence of (Parameter, Vector)
-        The parameters of each space, with their storage.
-    flat : FlatVectors, optional
-        That of their vectors.
+    `spaces` has the parameters of each space, with their storage; `flat` is that of their vectors.
     """
 
     def __init__(self, spaces: Sequence[Sequence[tuple[Any, Vector]]],

@@ -47,10 +47,7 @@ class MaskKey:
 def dropped_of_65536(probability: float) -> int:
     """Return how many of 65536 elements are dropped on average.
 
-    Raises
-    ------
-    ValueError
-        When it is no probability, or too near 1 to be told from it in 16 bits.
+    Raises ValueError when it is no probability, or too near 1 to be told from it in 16 bits.
     """
     if not (is_number(probability) and 0 <= probability < 1 - 2.0 ** -BITS):
         raise ValueError(f"dropout={probability!r}: a probability of at least 0 and below "

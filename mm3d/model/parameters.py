@@ -57,13 +57,11 @@ class Parameter(Shown):
         model but the first, and in the second copy of tied weights.
     dtype : dtype
         Type of `value`.
-    gathered_when_read : bool
-        Whether each read of `value` is a collective of all ranks that divide it.
-    allocated : tuple of str
-        Attributes that hold memory of their own, beside a separate master.
     """
 
+    # Whether each read of `value` is a collective of all ranks that divide it.
     gathered_when_read = False
+    # Attributes that hold memory of their own, beside a separate master.
     allocated: tuple[str, ...] = ("value", "grad")
 
     def __init__(self, name: str, grid: Grid, layout: Layout, shape: tuple[int, ...],
@@ -283,10 +281,7 @@ class Trained(Shown):
 def check_state(state: Mapping[str, np.ndarray], shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Check global arrays, by name, against the public shapes of all parameters of a model.
 
-    Raises
-    ------
-    ValueError
-        When one is missing, unknown, of another shape, or not of real numbers alone.
+    Raises ValueError when one is missing, unknown, of another shape, or not of real numbers alone.
     """
     for name in [*shapes, *state]:
         if name not in shapes or name not in state:

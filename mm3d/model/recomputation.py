@@ -36,18 +36,12 @@ POLICIES = ("none", "selective", "full", "uniform:2", "uniform:3", "uniform:4", 
 
 @dataclass(frozen=True)
 class Policy:
-    """Describe a policy of recomputation.
+    """Describe a policy of recomputation."""
 
-    Attributes
-    ----------
-    selective : bool
-        Whether each linear layer and the layer before it are recomputed from their input.
-    group_size : int
-        Number of layers that are recomputed together from the input of the first; 0 if whole
-        layers are not recomputed.
-    """
-
+    # Whether each linear layer and the layer before it are recomputed from their input.
     selective: bool = False
+    # Number of layers that are recomputed together from the input of the first; 0 if whole layers
+    # are not recomputed.
     group_size: int = 0
 
     def groups(self, layers: int) -> list[int]:
@@ -61,10 +55,7 @@ class Policy:
 def parse_policy(name: str) -> Policy:
     """Return the policy called `name`, such as "none", "full" or "uniform:2+selective".
 
-    Raises
-    ------
-    ValueError
-        When there is no policy of that name.
+    Raises ValueError when there is no policy of that name.
     """
     whole_layers, plus, more = str(name).partition("+")
     size = {"full": "1"}.get(whole_layers, whole_layers.removeprefix("uniform:"))

@@ -99,16 +99,8 @@ class Rotary:
 
     Every rank rotates its own positions, before keys are gathered: nothing is sent for it.
     Nothing is saved.  The transpose of a rotation turns back, so backward is forward with the sine
-    of the other sign.
-
-    Parameters
-    ----------
-    space : Space
-        Space of input and output.
-    rotated : int
-        n: the queries of a group, and the key.
-    features : int
-        Global number of features of all keys together.
+    of the other sign.  The n that are `rotated` are the queries of a group, and the key;
+    `features` are those of all keys together, globally.
     """
 
     parameters: list[Parameter] = []

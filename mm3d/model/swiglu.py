@@ -16,14 +16,8 @@ from mm3d.schemes.passes import Pass
 def swiglu_forward(x: Array, out: Array) -> Array:
     """Compute SiLU(g) u = g s u, where s = 1 / (1 + exp(-g)), for x = (g, u).
 
-    Source: Shazeer, arXiv 2002.05202.
-
-    Parameters
-    ----------
-    x : Array
-        (..., 2, features).
-    out : Array
-        Receives the result, (..., features).
+    x is (..., 2, features), and `out`, which receives the result, (..., features).  Source:
+    Shazeer, arXiv 2002.05202.
     """
     library, xp = backend_of(x), namespace(x)
     for g, u, y in row_blocks(library, x[..., 0, :], x[..., 1, :], out):

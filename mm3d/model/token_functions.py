@@ -48,18 +48,8 @@ def rows_held(ids: np.ndarray, first: int, count: int) -> np.ndarray:
 def add_rows_by_id(rows: Array, ids: np.ndarray, first: int, out: Array) -> Array:
     """Add to each row of a table all `rows` with its number: the backward of `look_up_rows`.
 
-    Rows of one number are summed in pairs, pairs of pairs and so on, in their order.
-
-    Parameters
-    ----------
-    rows : Array
-        (ids, features).
-    ids : ndarray
-        Global number of the table's row that each of `rows` is added to.
-    first : int
-        Number of the first row of `out`.
-    out : Array
-        The block of the table.
+    Rows of one number are summed in pairs, pairs of pairs and so on, in their order.  Parameters
+    are as there; `out`, the block of the table, begins with the row `first`.
     """
     library, xp = backend_of(rows), namespace(rows)
     held = rows_held(ids, first, out.shape[0])

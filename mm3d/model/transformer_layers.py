@@ -2,16 +2,14 @@
 
 from typing import Sequence
 
-from mm3d.model.attention.layer import Attention
+from mm3d.model.attention.layer import Attention, RingAttention
 from mm3d.model.builder import Builder
 from mm3d.model.chains import Chain, Recomputed, Residual
 from mm3d.model.dropout import Dropout, DropoutResidual
 from mm3d.model.experts.options import ExpertOptions
-from mm3d.model.layers import Layer, Linear
+from mm3d.model.layers import Layer, Linear, make_norm
 from mm3d.model.swiglu import perceptron_layers
 from mm3d.model.recomputation import parse_policy
-from mm3d.model.attention.ring import RingAttention
-from mm3d.model.rms_norm import make_norm
 from mm3d.model.rotary import Rotary, Turns
 from mm3d.model.stack import Stack
 

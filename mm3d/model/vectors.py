@@ -131,16 +131,7 @@ def _flat(b: Array) -> Array:
 def add_forward(A: Array, b: Array | Gathered, vector: Vector, out: Array) -> Array:
     """Compute C = A + b, the vector b added to every row (Algorithm 7).
 
-    Parameters
-    ----------
-    A : Array
-        This rank's block of the activation, (batch, positions, ..., features).
-    b : Array or Gathered
-        This rank's stored block of the vector, or the gathered vector.
-    vector : Vector
-        Storage of the vector.
-    out : Array
-        Receives C; may be `A`.
+    b is this rank's stored block of the vector, or the gathered vector; `out` may be `A`.
     """
     add_rows(_rows(A), _flat(vector.gather_features(b)), out=_rows(out))
     return out

@@ -27,24 +27,12 @@ def safetensors() -> Any:
 
 @dataclass(frozen=True)
 class Tensor:
-    """State where a tensor is, under which name, and of which shape and type.
+    """State where a tensor is, under which name, and of which shape and type."""
 
-    Attributes
-    ----------
-    file : Path
-        The file.
-    name : str
-        Its name there.
-    shape : tuple of int
-        Its shape.
-    dtype : str
-        Its type, as the file calls it.
-    """
-
-    file: Path
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
+    file: Path    # the file
+    name: str    # its name there
+    shape: tuple[int, ...]    # its shape
+    dtype: str    # its type, as the file calls it
 
 
 def find_tensors(folder: Path, kind: str) -> dict[str, Tensor]:

@@ -16,11 +16,6 @@ def parameter_shapes(model: Model) -> dict[str, tuple[int, ...]]:
 
     A `mm3d.GPT` on arrays without contents has them, with as many layers as differ.
 
-    Parameters
-    ----------
-    model : Model
-        The model.
-
     Raises
     ------
     ValueError

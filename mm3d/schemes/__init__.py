@@ -24,10 +24,7 @@ def registry() -> dict[str, type[Scheme]]:
 def find_scheme(name: str) -> type[Scheme]:
     """Return the class of the scheme called `name`, as ``3d`` or ``3D``.
 
-    Raises
-    ------
-    ValueError
-        When there is none.
+    Raises ValueError when there is none.
     """
     known = registry()
     return known[find_name(name, known, "scheme")]

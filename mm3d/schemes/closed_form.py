@@ -25,22 +25,15 @@ class Move(NamedTuple):
 
 
 class ProductShape(NamedTuple):
-    """Describe the global shape of the product C = A B of a linear layer.
+    """Describe the global shape of the product C = A B of a linear layer."""
 
-    Attributes
-    ----------
-    way : {"up", "down"}
-        "up" from the outer space of activations into the inner one, "down" back.
-    M, N, K : int
-        Global sizes: A is M x N, B is N x K and C is M x K.
-    units : tuple of int
-        Numbers of columns of A and of C that stay together, such as an attention head's.
-    """
-
+    # {"up", "down"}: "up" from the outer space of activations into the inner one, "down" back.
     way: str
+    # Global sizes: A is M x N, B is N x K and C is M x K.
     M: int
     N: int
     K: int
+    # Numbers of columns of A and of C that stay together, such as an attention head's.
     units: tuple[int, int] = (1, 1)
 
     @property

@@ -55,17 +55,13 @@ class MatrixProduct(ABC):
 
     Attributes
     ----------
-    LAYOUTS : mapping of str to tuple of str
-        Layouts of A, B and C by form; each scheme defines them.
-    DIRECTIONS : mapping of str to sequence of str or None
-        Directions along which A, B and C are communicated, by form, and None for a matrix that is
-        not communicated; each scheme defines them.
     shapes, layouts, directions : dict
         Global shapes of "A", "B" and "C", their layouts, and the directions along which they are
         communicated in this form.
     """
 
-    LAYOUTS: Mapping[str, tuple[str, str, str]]
+    LAYOUTS: Mapping[str, tuple[str, str, str]]    # of A, B, C by form; each scheme defines them
+    # Along which they are communicated, None for a matrix that is not; each scheme defines them.
     DIRECTIONS: Mapping[str, tuple[str | None, str | None, str | None]]
 
     def __init__(self, grid: Grid, form: str, shape: tuple[int, int, int]) -> None:

@@ -10,86 +10,15 @@ that norms and residuals work on shards of it.
 from typing import Any, Mapping
 
 from mm3d.arrays.backend import Array
-from mm3d.arrays.products import matmul, matmul_nt
 from mm3d.grid.activations import Space
-from mm3d.grid.axis import Axis
 from mm3d.grid.layout import Layout
-from mm3d.grid.split import Gathered, Split
+from mm3d.grid.split import Split
 from mm3d.schemes.closed_form import Move, ProductShape
 from mm3d.schemes.matrix_product import (FORMS, GRADIENT_PRODUCTS, LOCAL_PRODUCTS, MatrixProduct,
                                          element_counts)
+from mm3d.schemes.line_product import LineProduct, Replicated
 from mm3d.schemes.product import Product
 from mm3d.schemes.scheme import Scheme, SpaceLayout
-
-
-class Replicated:
-    """Store all rows on every rank: nothing is gathered, and an all-reduce sums the terms.
-
-    It has the part of the interface of `Split` that products need.
-    """
-
-    def __init__(self, axis: Axis) -> None:
-        self.axis = axis
-
-    def all_gather(self, a: Array) -> Array:
-        """Return `a` itself."""
-        return a
-
-    def reduce_scatter(self, a: Array) -> Array:
-        """Return the sum of `a` over the ranks, whole on every rank."""
-        return self.axis.all_reduce(a)
-
-
-class ColumnParallel(Product):
-    """Compute C_j = A B_j, with the columns of B divided; rows of A are gathered if divided."""
-
-    operands = {"rows": "A"}
-
-    def __init__(self, rows: Replicated | Split, weight: Layout) -> None:
-        self.rows, self.weight = rows, weight
-
-    def forward(self, A: Array, B: Array) -> tuple[Array, Any]:
-        return matmul(self.rows.all_gather(A), B), A
-
-    def backward_input(self, dC: Array, B: Array, saved: Any) -> tuple[Array, Any]:
-        return self.rows.reduce_scatter(matmul_nt(dC, B)), (saved, dC)
-
-    def backward_weights(self, operands: Any) -> Array:
-        A, dC = operands
-        return self.weight_gradient(self.rows.all_gather(A), dC)
-
-    def recompute_saved(self, A: Array, weight: Any) -> Any:
-        return A
-
-
-class RowParallel(Product):
-    """Compute C = sum_j A_j B_j, with the rows of B divided like the columns of A."""
-
-    operands = {"rows": "C"}
-
-    def __init__(self, rows: Replicated | Split, weight: Layout) -> None:
-        self.rows, self.weight = rows, weight
-
-    def forward(self, A: Array, B: Array) -> tuple[Array, Any]:
-        return self.rows.reduce_scatter(matmul(A, B)), A
-
-    def backward_input(self, dC: Array, B: Array, saved: Any) -> tuple[Array, Any]:
-        gathered = Gathered(self.rows.all_gather(dC))
-        return matmul_nt(gathered.array, B), (saved, gathered)
-
-    def backward_weights(self, operands: Any) -> Array:
-        A, dC = operands
-        return self.weight_gradient(A, dC.array)
-
-    def recompute_saved(self, A: Array, weight: Any) -> Any:
-        return A
-
-    def forward_transposed(self, C: Array, B: Array) -> Array:
-        return matmul_nt(self.rows.all_gather(C), B)
-
-    def backward_transposed(self, dA: Array, C: Array, B: Array) -> tuple[Array, Array]:
-        dC = self.rows.reduce_scatter(matmul(dA, B))
-        return dC, self.weight_gradient(dA, self.rows.all_gather(C))
 
 
 class MegatronMatrixProduct(MatrixProduct):
@@ -144,9 +73,9 @@ class Megatron(Scheme):
                 units: tuple[int, int]) -> Product:
         last = len(shape) - 1
         if target.features:
-            weight = Layout("," * last + "x", {last: units[1]})
-            return ColumnParallel(self.rows_split(source), weight)
-        return RowParallel(self.rows_split(target), Layout("x" + "," * last, {0: units[0]}))
+            return LineProduct(Layout("," * last + "x", {last: units[1]}),
+                               a=self.rows_split(source))
+        return LineProduct(Layout("x" + "," * last, {0: units[0]}), c=self.rows_split(target))
 
     @classmethod
     def product_moves(cls, sizes: Mapping[str, int], product: ProductShape,

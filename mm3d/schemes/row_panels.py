@@ -16,18 +16,11 @@ class RowPanels:
     rows are as many equal blocks as the least common multiple of the two sizes; panel n is the
     n-th part of each block.  So a panel of A is gathered, and one of C scattered, like the whole.
 
-    Parameters
-    ----------
-    a, c : Split
-        How the rows of A and of C are divided.
-    most : int
-        Number of panels wanted.
-
     Attributes
     ----------
     count : int
-        Number of panels: the largest up to `most` that divides all blocks equally; 1 if there is
-        none, or if both directions have one rank.
+        Number of panels: the largest up to `most`, the number wanted, that divides all blocks
+        equally; 1 if there is none, or if both directions have one rank.
     a, c : Split
         How the rows of one panel are divided.
     """

@@ -30,22 +30,12 @@ class GridAlgorithm(ABC):
     """Name an algorithm, and state the grids that it runs on.
 
     A `Scheme` has layers as well; `mm3d.schemes.products_alone` multiplies plain matrices only.
-
-    Attributes
-    ----------
-    name : str
-        Name by which users choose it.
-    title : str
-        Name in tables and figures.
-    directions : str
-        Letters of the grid's directions.
-    matrix_product : type of MatrixProduct, optional
-        Products of plain matrices by the algorithm; None if it has none of its own.
     """
 
-    name: str
-    title: str
-    directions: str
+    name: str    # by which users choose it
+    title: str    # in tables and figures
+    directions: str    # letters of the grid's directions
+    # Products of plain matrices by the algorithm; None if it has none of its own.
     matrix_product: type[MatrixProduct] | None = None
 
     @classmethod
@@ -53,10 +43,7 @@ class GridAlgorithm(ABC):
     def default_grid(cls, ranks: int) -> tuple[int, ...]:
         """Return the default sizes of the directions for `ranks` ranks.
 
-        Raises
-        ------
-        ValueError
-            When there are none.
+        Raises ValueError when there are none.
         """
 
     @classmethod
@@ -67,10 +54,7 @@ class GridAlgorithm(ABC):
     def grid_shape(cls, sizes: Sequence[int] | GridShape) -> GridShape:
         """Return the shape of the grid with these sizes of its directions.
 
-        Raises
-        ------
-        ValueError
-            When these are other directions, or a size is less than 1.
+        Raises ValueError when these are other directions, or a size is less than 1.
         """
         if isinstance(sizes, GridShape) and sizes.directions == cls.directions:
             return sizes

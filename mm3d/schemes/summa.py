@@ -97,15 +97,10 @@ class BlockMatrixProduct(MatrixProduct):
 
     Each form has an algorithm in which two of the three matrices move, one along y and one along
     x.  The gradients are products of other forms, by their algorithms.
-
-    Attributes
-    ----------
-    ALGORITHMS : mapping of str to callable
-        The algorithm of each form; each scheme defines them.
     """
 
     LAYOUTS = dict.fromkeys(FORMS, ("x,y", "x,y", "x,y"))
-    ALGORITHMS: Mapping[str, Callable[..., Array]]
+    ALGORITHMS: Mapping[str, Callable[..., Array]]    # of each form; each scheme defines them
 
     def forward(self, A: Array, B: Array) -> Array:
         return self._multiply(self.form, "ABC", {"A": A, "B": B})

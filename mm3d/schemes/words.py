@@ -18,15 +18,10 @@ from mm3d.schemes.closed_form import ON_FACES, Move, ProductShape
 
 @dataclass(frozen=True)
 class SpaceCosts:
-    """Count words and collectives of the activations and vectors of a space, in closed form.
-
-    Attributes
-    ----------
-    rows, features, vector, gathered_along : str
-        Layout, as in `mm3d.grid.activations.Space`.
-    """
+    """Count words and collectives of the activations and vectors of a space, in closed form."""
 
     grid: GridShape
+    # Layout, as in `mm3d.grid.activations.Space`.
     rows: str
     features: str
     vector: str

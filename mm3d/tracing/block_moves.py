@@ -26,28 +26,19 @@ LAYERS = ("up", "down")    # products of linear layers; the other forms are of p
 
 @dataclass(frozen=True)
 class Story:
-    """Describe a product on all ranks: what they store, and the steps.
+    """Describe a product on all ranks: what they store, and the steps."""
 
-    Attributes
-    ----------
-    scheme, form : str
-        Name of the scheme; "ab", "abt" or "atb" for plain matrices, "up" or "down" for the linear
-        layers of a Transformer.
-    shapes, layouts : mapping
-        Global shapes and layouts of "A", "B" and "C".
-    stored : tuple of mapping
-        By rank, the blocks before the first step, by matrix.
-    closed_form : tuple of Move or None
-        The collectives in closed form, with the words of all ranks; None where there is none.
-    """
-
+    # Name of the scheme; "ab", "abt" or "atb" for plain matrices, "up" or "down" for the linear
+    # layers of a Transformer.
     scheme: str
     form: str
     grid: GridShape
+    # Global shapes and layouts of "A", "B" and "C".
     shapes: Mapping[str, tuple[int, int]]
     layouts: Mapping[str, str]
-    stored: tuple[Held, ...]
+    stored: tuple[Held, ...]    # by rank, the blocks before the first step, by matrix
     steps: tuple[ReplayStep, ...]
+    # The collectives in closed form, with the words of all ranks; None where there is none.
     closed_form: tuple[Move, ...] | None
 
 
@@ -87,19 +78,12 @@ class WordRecorder(Observer):
 
 @dataclass(frozen=True)
 class DryRank:
-    """Describe what one rank runs, so that its events are recorded.
-
-    Attributes
-    ----------
-    model : object
-        What is observed, see `mm3d.tracing.observe.observed`.
-    layouts : dict
-        Of a product: the layout and the global shape of A, B and C by name.
-    """
+    """Describe what one rank runs, so that its events are recorded."""
 
     grid: Any
-    model: Any
+    model: Any    # what is observed, see `mm3d.tracing.observe.observed`
     run: Callable[[], Any]
+    # Of a product: the layout and the global shape of A, B and C by name.
     layouts: dict[str, tuple[Layout, tuple[int, ...]]] = field(default_factory=dict)
 
 

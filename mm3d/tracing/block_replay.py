@@ -46,29 +46,16 @@ Held = Mapping[str, tuple[MatrixBlock, ...]]    # by matrix: A, B, C, and dA and
 
 @dataclass(frozen=True)
 class ReplayStep:
-    """Describe one collective, or one multiplication, of all ranks.
+    """Describe one collective, or one multiplication, of all ranks."""
 
-    Attributes
-    ----------
-    kind : str
-        One of `mm3d.grid.axis.COLLECTIVES`, "multiply", or "keep": what ranks store at the end.
-    matrix : str
-        The matrix that moves, or the result: "A", "B", "C", "dA", "dB", "dC".
-    result : str
-        The result that the step is for: "C", "dA" or "dB".
-    words : tuple of int
-        Words that each rank counts, as `mm3d.grid.axis.Traffic` says.
-    held : tuple of mapping
-        By rank, the blocks after the step, by matrix.
-    """
-
+    # One of `mm3d.grid.axis.COLLECTIVES`, "multiply", or "keep": what ranks store at the end.
     kind: str
-    matrix: str
+    matrix: str    # the matrix that moves, or the result: "A", "B", "C", "dA", "dB", "dC"
     direction: str
-    result: str
-    words: tuple[int, ...]
+    result: str    # the result that the step is for: "C", "dA" or "dB"
+    words: tuple[int, ...]    # words that each rank counts, as `mm3d.grid.axis.Traffic` says
     travels: tuple[Travel, ...]
-    held: tuple[Held, ...]
+    held: tuple[Held, ...]    # by rank, the blocks after the step, by matrix
 
 
 @dataclass(frozen=True)
@@ -127,10 +114,7 @@ class Replay:
     def steps(self, recorded: list[tuple[Recorded, ...]], backward: bool) -> Iterator[ReplayStep]:
         """Iterate over the steps of C, or of dA and dB in backward.
 
-        Parameters
-        ----------
-        recorded : list of tuple of Recorded
-            The events, each as every rank recorded it.
+        Each event is given as every rank recorded it.
 
         Raises
         ------

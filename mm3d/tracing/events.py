@@ -106,21 +106,13 @@ Event = Phase | Gemm | Pass | Call | Collective | Overlapped | Layer | Boundary 
 
 
 class Observer:
-    """Base class of observers, which are told when the events of a step begin and end.
+    """Base class of observers, which are told when the events of a step begin and end."""
 
-    Attributes
-    ----------
-    kinds : tuple of type
-        The events that it is told of; other events cost a step nothing.
-    sizes : bool
-        Whether `Collective.bytes` and `Collective.pieces` are computed for it.
-    operand : str
-        Name of the operand that a collective moves, such as "A", set while a layer or a product
-        calls collectives; a gradient has the name of its operand.
-    """
-
+    # The events that it is told of; other events cost a step nothing.
     kinds: tuple[type, ...] = (Phase, Layer, Recomputation, Gemm, Collective)
-    sizes = True
+    sizes = True    # whether `Collective.bytes` and `Collective.pieces` are computed for it
+    # Name of the operand that a collective moves, such as "A", set while a layer or a product
+    # calls collectives; a gradient has the name of its operand.
     operand = ""
 
     def enter(self, event: Event, barrier: Callable[[], None] | None = None) -> None:
@@ -139,12 +131,7 @@ class ArrayObserver(Observer):
     def see_result(self, event: Event, given: tuple, result: Any) -> None:
         """Look at the result of a product, or of the begin of a nonblocking collective.
 
-        Parameters
-        ----------
-        event : Gemm or Overlapped
-            The event, which has ended.
-        result : Array or Pending
-            The product, or the collective, which the observer may wait for.
+        The event has ended; the observer may wait for a pending collective.
         """
 
     def forward(self, layer: Any, x: Any, y: Any) -> Any:

@@ -31,27 +31,15 @@ class Moved:
 
 @dataclass(frozen=True)
 class LayerPart:
-    """Describe a part of a layer: its output and its collectives.
+    """Describe a part of a layer: its output and its collectives."""
 
-    Attributes
-    ----------
-    name : str
-        Name in the model, such as "mlp.up".
-    space : str
-        Space of its output (in backward, of the gradient that it is given): "outer" or "inner".
-    layout : str
-        Layout of that, (batch, positions, features).
-    blocks : tuple of tuple of tuple
-        By rank, its rectangles of (all positions, features), in units of the given sizes.
-    moved : tuple of Moved
-        The collectives, in order.
-    """
-
-    name: str
+    name: str    # name in the model, such as "mlp.up"
+    # Space of its output (in backward, of the gradient that it is given): "outer" or "inner".
     space: str
-    layout: str
+    layout: str    # layout of that, (batch, positions, features)
+    # By rank, its rectangles of (all positions, features), in units of the given sizes.
     blocks: tuple[tuple[Rectangle, ...], ...]
-    moved: tuple[Moved, ...]
+    moved: tuple[Moved, ...]    # the collectives, in order
 
     def words(self, rank: int) -> int:
         """Return the words of a rank in all collectives of the part."""
@@ -60,38 +48,21 @@ class LayerPart:
 
 @dataclass(frozen=True)
 class LayerStory:
-    """Describe a Transformer layer on all ranks.
-
-    Attributes
-    ----------
-    sizes : mapping of str to int
-        hidden, heads, batch, seq.
-    parts : tuple of LayerPart
-        In the order in which they are computed.
-    closed_form : tuple of Move
-        The collectives in closed form, with the words of all ranks.
-    """
+    """Describe a Transformer layer on all ranks."""
 
     scheme: str
     grid: GridShape
-    sizes: Mapping[str, int]
-    parts: tuple[LayerPart, ...]
+    sizes: Mapping[str, int]    # hidden, heads, batch, seq
+    parts: tuple[LayerPart, ...]    # in the order in which they are computed
     backward: bool
-    closed_form: tuple[Move, ...]
+    closed_form: tuple[Move, ...]    # the collectives in closed form, with the words of all ranks
 
 
 def layer_story(scheme: type[Scheme], grid: GridShape, sizes: Mapping[str, int],
                 backward: bool = False) -> LayerStory:
     """Run one Transformer layer dry on every rank of a grid, and return its parts.
 
-    Parameters
-    ----------
-    scheme : type of Scheme
-        The parallelism, with its default options.
-    sizes : mapping of str to int
-        hidden, heads, batch, seq.
-    backward : bool
-        Whether the parts are those of backward, the last one first.
+    `sizes` are hidden, heads, batch and seq.  In backward the last part is the first.
 
     Raises
     ------

@@ -18,10 +18,9 @@ from mm3d.arrays.plain_numbers import is_number
 from mm3d.console import complain
 from mm3d.grid.agreement import format_ranks
 from mm3d.guard import FLUSH_SECONDS
-from mm3d.tracing.heartbeats import (BEAT, EVENTS, INSIDE, MOVED, PROCESS, WORKED,
-                                     HeartbeatChannel)
+from mm3d.tracing.status_board import (BEAT, EVENTS, INSIDE, MOVED, PROCESS, TEXT_BYTES, WORKED,
+                                       HeartbeatChannel, PositionObserver, StatusBoard)
 from mm3d.tracing.observe import observed
-from mm3d.tracing.status_board import TEXT_BYTES, PositionObserver, StatusBoard
 from mm3d.transport.communicators import create
 
 MIN_WORKING_SHARE = 0.05    # of the time, in which a rank that computes uses its processor

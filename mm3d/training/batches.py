@@ -71,11 +71,8 @@ def divide_rows(batch: int, data: int, microbatches: int,
 def check_rows(batch: int, data: int, microbatches: int) -> int:
     """Return the sequences of a micro-batch, of all replicas.
 
-    Raises
-    ------
-    ValueError
-        When the micro-batches do not divide the batch, or have less than one sequence for each
-        replica.
+    Raises ValueError when the micro-batches do not divide the batch, or have less than one
+    sequence for each replica.
     """
     size, rest = divmod(batch, microbatches)
     if rest or size < data:
@@ -91,10 +88,7 @@ def check_batch(tokens: Any, targets: Any, shape: tuple[int, int], vocab: int,
                 ignored: int) -> tuple[np.ndarray, np.ndarray, int]:
     """Return tokens and targets as arrays, and the number of targets that count.
 
-    Raises
-    ------
-    ValueError
-        As in `check_tokens`, and when all targets are `ignored`.
+    Raises ValueError as in `check_tokens`, and when all targets are `ignored`.
     """
     tokens = check_tokens("tokens", tokens, shape, vocab)
     targets = check_tokens("targets", targets, shape, vocab, ignored)
@@ -109,13 +103,8 @@ def check_tokens(name: str, a: Any, shape: tuple[int, int], vocab: int,
                  ignored: int | None = None) -> np.ndarray:
     """Return the tokens `a` as an array, after checking their shape, type and range.
 
-    Masked targets are ignored ones.
-
-    Raises
-    ------
-    ValueError
-        When they are not whole numbers of that shape, below `vocab`, or `ignored`; for masked
-        elements where there is no `ignored`.
+    Masked targets are ignored ones.  Raises ValueError when they are not whole numbers of that
+    shape, below `vocab`, or `ignored`; for masked elements where there is no `ignored`.
     """
     a = masked_array(name, a)
     mask = np.ma.getmask(a)

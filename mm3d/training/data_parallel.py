@@ -20,7 +20,7 @@ from typing import Any, Callable, Iterator
 
 from mm3d.arrays.plain_numbers import is_whole
 from mm3d.model.parameters import Parameter
-from mm3d.training.data_grid import DataGrid
+from mm3d.training.mesh import DataGrid
 from mm3d.training.sharded_parameters import (ReplicatedParameter, ShardedGradient, ShardedMaster,
                                               ShardedValue, SummedParameter)
 from mm3d.transport.pending import Pending

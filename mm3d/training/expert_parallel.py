@@ -1,23 +1,26 @@
-"""Divide the experts of a model among its replicas.
+"""Divide the experts of a model among its replicas, and sum up how tokens were routed to them.
 
 Direction e joins neighbouring replicas; each has other experts, and sees the tokens of the whole
-group (`mm3d.training.data_grid.DataGrid.with_experts`).  Each group has every expert once, so an
+group (`mm3d.training.mesh.DataGrid.with_experts`).  Each group has every expert once, so an
 expert's gradient is summed over its copies along d and r, as for any parameter, and ZeRO divides a
 rank's experts along d.  All losses and gradients are divided by the same number of tokens, the
 whole batch's, so experts need no factor of their own.
 """
 
-from typing import Any
+import math
+from typing import Any, Iterable
+
+import numpy as np
 
 from mm3d.grid.grid import Grid
 from mm3d.grid.layout import Layout
-from mm3d.model.experts.capacity import capacity_of
+from mm3d.model.experts.token_order import capacity_of
 from mm3d.model.experts.options import ExpertOptions, check_experts_given
-from mm3d.model.experts.shared import ExpertRanks
+from mm3d.model.experts.totals import ExpertRanks, RoutingTotals, updated_bias
 from mm3d.model.parameters import Parameter
-from mm3d.training.data_grid import DataGrid
+from mm3d.model.transformer import Transformer
+from mm3d.training.mesh import DataGrid, check_divisor
 from mm3d.training.data_parallel import DataParallel
-from mm3d.training.mesh import check_divisor
 
 
 def expert_ranks(data: DataParallel | None, grid: DataGrid | None, batch: int) -> ExpertRanks:
@@ -78,3 +81,48 @@ def check_experts(experts: ExpertOptions | None, expert_parallel: Any, replicas:
         raise ValueError(f"count={experts.count} experts cannot be divided among "
                          f"expert_parallel={expert_parallel} ranks: at least "
                          f"{expert_parallel} experts, or expert_parallel=1, would do")
+
+
+def sum_routings(comm: Any, chunks: Iterable[Transformer],
+                 microbatches: int) -> dict[str, RoutingTotals]:
+    """Return the routing of each layer with experts in the forwards since the last call.
+
+    Every rank must call it.  Numbers of tokens are sums over the micro-batches, and losses their
+    means; sums are exact, so they do not depend on who has which rows.
+    """
+    own: dict[str, list] = {}
+    for chunk in chunks:
+        rows = Layout(chunk.outer.rows).letters
+        counted = not any(n for c, n in chunk.grid.coords.items() if c not in rows)
+        for one in chunk.routings.totals:
+            found = own.setdefault(one.name, [0, 0, [], []])
+            found[0], found[1] = found[0] + one.chosen, found[1] + one.dropped
+            if counted:
+                found[2].append(one.balance)
+                found[3].append(one.z)
+        chunk.routings.totals.clear()
+    every = comm.allgather(own)
+    names = dict.fromkeys(name for one in every for name in one)
+    return {name: _join(name, [one[name] for one in every if name in one], microbatches)
+            for name in sorted(names, key=_number)}
+
+
+def _join(name: str, parts: list[list], microbatches: int) -> RoutingTotals:
+    """Join the totals of one layer from the ranks that have it."""
+    balance, z = (math.fsum(x for part in parts for x in part[n]) / microbatches for n in (2, 3))
+    return RoutingTotals(name, *map(np.asarray, parts[0][:2]), balance, z)
+
+
+def _number(name: str) -> int:
+    """Return the number of a layer, from its name in the model."""
+    return int(name.split(".")[1])
+
+
+def update_biases(chunks: Iterable[Transformer], totals: dict[str, RoutingTotals],
+                  rate: float) -> None:
+    """Change the biases of the gate "sigmoid-bias" after a step; every rank must call it."""
+    for chunk in chunks:
+        for name, bias in chunk.routings.biases.items():
+            # From the master: in 16 bits small steps would be rounded away.
+            value = chunk.grid.backend.to_host(bias.master).astype(np.float64)
+            bias.load(updated_bias(value, totals[name].chosen, rate))

@@ -19,10 +19,10 @@ from mm3d.training.batches import check_batch
 from mm3d.training.gpt_ends import build_ends, check_scheme, check_vocabulary
 from mm3d.training.mesh import Mesh, check_mesh
 from mm3d.training.pipeline import Pipeline, Staged
-from mm3d.training.routing_totals import sum_routings, update_biases
+from mm3d.training.expert_parallel import sum_routings, update_biases
 from mm3d.training.schedules import Schedule
 from mm3d.training.schedules.schedule import Action
-from mm3d.training.tied import TiedStages
+from mm3d.training.hops import TiedStages
 
 
 class GPT(PlainNumbers, Staged):

@@ -10,11 +10,10 @@ from mm3d.model.builder import Builder
 from mm3d.model.chains import Chain
 from mm3d.model.cross_entropy import CrossEntropy, Targets
 from mm3d.model.dropout import Dropout
-from mm3d.model.embedding import Embedding
-from mm3d.model.heads import Head, TiedHead
+from mm3d.model.embedding import Embedding, Head, TiedHead
 from mm3d.model.architecture import Architecture
 from mm3d.model.parameters import Parameter
-from mm3d.model.rms_norm import make_norm
+from mm3d.model.layers import make_norm
 from mm3d.model.transformer import Transformer
 from mm3d.schemes.product import Product
 from mm3d.training.schedules import Schedule
@@ -67,19 +66,12 @@ class Output:
 
 @dataclass(frozen=True)
 class StageEnds:
-    """Hold the layers of a stage outside the Transformer.
+    """Hold the layers of a stage outside the Transformer."""
 
-    Attributes
-    ----------
-    embedding, dropout : Embedding, Dropout
-        In the stage with the first layer; None elsewhere, and without dropout.
-    output : Output or None
-        In the stage with the last layer.
-    """
-
+    # In the stage with the first layer; None elsewhere, and without dropout.
     embedding: Embedding | None = None
     dropout: Dropout | None = None
-    output: Output | None = None
+    output: Output | None = None    # in the stage with the last layer
 
     @property
     def layers(self) -> Chain:

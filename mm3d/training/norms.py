@@ -34,12 +34,8 @@ def largest_magnitude(arrays: Iterable[Array], comm: MPI.Intracomm,
                       given: Mapping[str, Any] = MappingProxyType({})) -> float:
     """Return the largest magnitude over the arrays of all ranks; infinity for any NaN too.
 
-    Every rank of `comm` must call it; the exchange compares the call and what is `given`.
-
-    Raises
-    ------
-    ValueError
-        On every rank alike, when they differ.
+    Every rank of `comm` must call it; the exchange compares the call and what is `given`.  Raises
+    ValueError on every rank alike, when they differ.
     """
     largest = 0.0
     for a in arrays:

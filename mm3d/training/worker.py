@@ -8,7 +8,7 @@ completes here.
 from collections import deque
 from contextlib import nullcontext
 from operator import itemgetter
-from typing import Any, Callable, ContextManager, Protocol, Sequence
+from typing import Any, Callable, ContextManager, Sequence
 
 from mm3d.arrays.backend import Array
 from mm3d.training.hops import Hops
@@ -16,35 +16,14 @@ from mm3d.training.schedules.messages import Operation, operations
 from mm3d.training.schedules.schedule import Action, Event
 
 
-class StageModel(Protocol):
-    """Describe the layers of a stage: the interface to what a worker executes.
-
-    Nothing is kept inside between the calls, so many micro-batches can be in flight.
-    """
-
-    def forward(self, x: Array) -> tuple[Array, Any]: ...
-
-    def backward(self, dy: Array, saved: Any) -> Array: ...
-
-    def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]: ...
-
-    def backward_weights(self, saved: Any) -> None: ...
-
-
 class Worker:
     """Execute the row of this rank's stage of the mesh.
 
-    Parameters
-    ----------
-    hops : Hops
-        Carries results to other stages; its schedule is executed.
-    chunks : sequence of StageModel
-        The layers of each chunk.
-    around : callable, optional
-        Returns, for an action, a context in which it is executed.
+    `hops` has the schedule; each of the `chunks` has the passes of a `mm3d.Transformer`, halves
+    too; `around` returns, for an action, a context in which it is executed.
     """
 
-    def __init__(self, hops: Hops, chunks: Sequence[StageModel],
+    def __init__(self, hops: Hops, chunks: Sequence[Any],
                  around: Callable[[Action], ContextManager] | None = None) -> None:
         self.schedule, self.hops, self.chunks = hops.schedule, hops, chunks
         self.rank, self.around = hops.mesh.stage, around or (lambda action: nullcontext())

@@ -150,11 +150,8 @@ class Barrier:
     def describe_difference(self, ranks: Iterable[int]) -> str:
         """Describe how the calls of `ranks` at this barrier differ, but for regions; "" if equal.
 
-        Raises
-        ------
-        ValueError
-            When earlier calls differ: then the ranks' lists of regions differ, too, and no
-            further call is possible.
+        Raises ValueError when earlier calls differ: then the ranks' lists of regions differ, too,
+        and no further call is possible.
         """
         found = {rank: self._calls[self.turn % SLOTS][rank].tolist() for rank in ranks}
         if len({tuple(words[:call_check.CALL_WORDS + 1]) for words in found.values()}) == 1:
@@ -167,10 +164,7 @@ class Barrier:
     def compare_calls(self, ranks: Iterable[int], call: Call) -> None:
         """Compare the calls of some ranks now, and of all ranks at their next common barrier.
 
-        Raises
-        ------
-        ValueError
-            When the calls of these ranks differ.
+        Raises ValueError when the calls of these ranks differ.
         """
         self.note_call(call)
         found = self._calls[self.turn % SLOTS]

@@ -74,10 +74,7 @@ def _dtype_name(letter: str) -> str:
 def format_difference(found: Iterable[tuple[int, Sequence[int]]]) -> str:
     """Format an error message about ranks whose calls differ.
 
-    Parameters
-    ----------
-    found : iterable of (int, sequence of int)
-        Ranks and their encoded calls.
+    Each rank is given with its encoded call.
     """
     ranks: dict[tuple, list[int]] = {}
     for rank, words in found:

@@ -70,14 +70,10 @@ def _can_share_memory() -> bool:
 def choose_transport(comm: MPI.Intracomm | DryCommunicator, backend: Backend) -> str:
     """Choose the transport for arrays of `backend` on a grid of `comm`, before it has lines.
 
-    It is the setting or, for arrays in host memory without one, "hierarchical": each line then
-    has its own, see `create_transports`.  All ranks of `comm` must call this, and get the same
-    name; "none" where one rank is alone.
-
-    Raises
-    ------
-    ValueError
-        When the setting does not carry such arrays, or ``MM3D_NODE_SIZE`` is no positive integer.
+    It is the setting or, for arrays in host memory without one, "hierarchical": each line then has
+    its own, see `create_transports`.  All ranks of `comm` must call this, and get the same name;
+    "none" where one rank is alone.  Raises ValueError when the setting does not carry such arrays,
+    or ``MM3D_NODE_SIZE`` is no positive integer.
     """
     known, others = HOST_TRANSPORTS, DEVICE_TRANSPORTS
     if not backend.host_buffers:

@@ -10,13 +10,6 @@ EXHAUSTED = "too many communicators"    # what MPICH says, in lower case
 def create(make: Callable[..., MPI.Intracomm], *arguments: Any) -> MPI.Intracomm:
     """Create a communicator by one of mpi4py's methods, such as ``comm.Split``.
 
-    Parameters
-    ----------
-    make : callable
-        The method, which all ranks of its communicator call.
-    *arguments
-        Its arguments.
-
     Raises
     ------
     RuntimeError

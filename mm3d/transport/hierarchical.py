@@ -36,18 +36,10 @@ MAX_MPI_BYTES = 1 << 16    # of a whole array that goes by MPI, in fewer success
 
 @dataclass(frozen=True)
 class NodeBlocks:
-    """Place the ranks' blocks of an array so that the blocks of a node are consecutive.
+    """Place the ranks' blocks of an array so that the blocks of a node are consecutive."""
 
-    Attributes
-    ----------
-    blocks : list of slice
-        The place of each rank's block.
-    nodes : list of (int, int)
-        Start and length of each node's blocks.
-    """
-
-    blocks: list[Part]
-    nodes: list[tuple[int, int]]
+    blocks: list[Part]    # the place of each rank's block
+    nodes: list[tuple[int, int]]    # start and length of each node's blocks
 
     @classmethod
     def arrange(cls, lengths: list[int], members: list[list[int]]) -> "NodeBlocks":
@@ -71,16 +63,8 @@ class HierarchicalTransport(MpiTransport):
 
     What is gathered or broadcast lies in memory that the ranks of a node share, as with
     `mm3d.transport.shared_memory.SharedTransport`, if it is in the order of the nodes.  All ranks
-    complete the collectives that they have begun in the same order.
-
-    Parameters
-    ----------
-    comm : mpi4py.MPI.Intracomm
-        The ranks, on two nodes or more.
-    backend : Backend
-        The backend of the arrays.
-    nodes : list of int
-        The node of each rank.
+    complete the collectives that they have begun in the same order.  `nodes` are those of the
+    ranks, two or more.
 
     Raises
     ------
@@ -289,12 +273,8 @@ class HierarchicalTransport(MpiTransport):
     def _exchange_sums(self, terms: Array, parts: list[Part]) -> tuple[Any, list[Array]]:
         """Sum a part for each node over this node's ranks, and start to exchange the sums.
 
-        Returns
-        -------
-        request : Requests
-            To wait for before the sums are read.
-        sums_of_nodes : list of Array
-            This node's part, summed over the ranks of each node.
+        Returns the requests to wait for before the sums are read, and this node's part, summed
+        over the ranks of each node.
         """
         sends = [self._sum_of_node(terms, part) for part in parts]
         own = sends[self.node]

@@ -23,12 +23,7 @@ Part = slice
 class Requests:
     """Hold the requests of several messages, with the interface of one request of MPI.
 
-    Parameters
-    ----------
-    requests : list of mpi4py.MPI.Request
-        Requests of receives, then of sends.
-    lengths : list of int
-        Bytes of each message to receive.
+    The requests of receives, with the bytes of each message, come before those of sends.
     """
 
     def __init__(self, requests: list[MPI.Request], lengths: list[int]) -> None:
@@ -47,10 +42,7 @@ class Requests:
     def Wait(self) -> None:
         """Wait until all messages are complete.
 
-        Raises
-        ------
-        ValueError
-            When a message is shorter than what was to be received.
+        Raises ValueError when a message is shorter than what was to be received.
         """
         if self.requests:
             MPI.Request.Waitall(self.requests, self.statuses)

@@ -20,37 +20,20 @@ class MpiTransport:
 
     MPI would sum float16 in float16, so such terms are converted to float32, with twice the
     bytes, and the result is rounded once.
-
-    Parameters
-    ----------
-    comm : mpi4py.MPI.Intracomm
-        The ranks.
-    backend : Backend
-        The backend of the arrays.
-
-    Attributes
-    ----------
-    name : str
-        The name in results and settings.
-    note : str
-        A description of the words moved where they differ from those that
-        `mm3d.grid.axis.Traffic` counts.
-    in_place : frozenset of str
-        Collectives whose result all ranks read in the same memory, unless it is small: here none.
-        Their words do not travel, so their time gives no bandwidth.  A gather of blocks from
-        `block` copies nothing; a broadcast is copied once, by its root.
-    mpi_bytes : float
-        Whole arrays of at most so many bytes go by MPI's own collectives: here all.
     """
 
-    name = "mpi"
+    name = "mpi"    # in results and settings
+    # Where the words moved differ from those that `mm3d.grid.axis.Traffic` counts.
     note = ("MPI moves by algorithms of its own: gathers and broadcasts bring a rank the words "
             "counted, and may relay more; what sums move is not known")
     nonblocking = True    # whether a collective that is begun goes on while this rank computes
     nonblocking_rooted = True    # whether a broadcast or a reduction onto one rank does
     on_host = True        # whether the host takes part, beyond starting a collective
+    # Collectives whose result all ranks read in the same memory, unless it is small.  Their words
+    # do not travel, so their time gives no bandwidth.  A gather of blocks from `block` copies
+    # nothing; a broadcast is copied once, by its root.
     in_place: frozenset[str] = frozenset()
-    mpi_bytes: float = math.inf
+    mpi_bytes: float = math.inf    # of whole arrays, at most, that go by MPI's own collectives
 
     def __init__(self, comm, backend: Backend) -> None:
         self.comm, self.backend, self.rank = comm, backend, comm.rank

@@ -16,10 +16,7 @@ from mm3d.transport.communicators import create
 def emulated_node_size() -> int | None:
     """Return the number of ranks that ``MM3D_NODE_SIZE`` counts as a node; None if it is not set.
 
-    Raises
-    ------
-    ValueError
-        When it is no positive integer.
+    Raises ValueError when it is no positive integer.
     """
     wanted = os.environ.get("MM3D_NODE_SIZE", "")
     if not wanted:
@@ -41,10 +38,7 @@ def create_node_communicator(comm: MPI.Intracomm) -> MPI.Intracomm:
 def own_node(comm: MPI.Intracomm) -> int:
     """Return the number of this rank's node: its first rank in `comm`; all ranks must call it.
 
-    Raises
-    ------
-    ValueError
-        When ``MM3D_NODE_SIZE`` is no positive integer.
+    Raises ValueError when ``MM3D_NODE_SIZE`` is no positive integer.
     """
     wanted = emulated_node_size()
     node = create_node_communicator(comm)

@@ -13,12 +13,8 @@ from mm3d.transport.nodes import create_node_communicator
 def choose_device(comm: MPI.Intracomm, backend: Backend) -> None:
     """Let each rank have the device of its number on its node; all ranks of `comm` call it.
 
-    Before MPI starts only the launcher can tell that number, and not every launcher does.
-
-    Raises
-    ------
-    ValueError
-        On every rank alike, when one has arrays on another device.
+    Before MPI starts only the launcher can tell that number, and not every launcher does.  Raises
+    ValueError on every rank alike, when one has arrays on another device.
     """
     node = create_node_communicator(comm)
     number = node.rank
@@ -39,11 +35,7 @@ def choose_transport(comm: MPI.Intracomm, backend: Backend, wanted: str) -> str:
 
     NCCL is chosen if it is installed and every rank has a GPU to itself, else a CUDA-aware MPI
     ("device") if a small separate job shows that it works, else copies in host memory ("staged").
-
-    Raises
-    ------
-    ValueError
-        When NCCL is wanted and cannot serve these ranks.
+    Raises ValueError when NCCL is wanted and cannot serve these ranks.
     """
     if wanted and wanted != "nccl":
         return wanted

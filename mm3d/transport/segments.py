@@ -198,12 +198,8 @@ class SharedMemory:
     def take(self, length: int) -> tuple[int, Place]:
         """Take a region of at least `length` bytes, the same on every rank; all must call it.
 
-        Returns
-        -------
-        region : int
-            Its number, for `give_back`.
-        place : tuple
-            The memory that it is in, and the byte at which it begins.
+        Returns its number, for `give_back`, and its place: the memory, and the byte at which it
+        begins.
         """
         if self._taken == MAX_TAKEN:
             self.synchronize()

@@ -33,24 +33,14 @@ from mm3d.transport.segments import (MESSAGE_BYTES, SharedMemory, join_blocks,
 
 @dataclass(frozen=True)
 class _Divided:
-    """Describe a collective on an array that is divided along one dimension.
+    """Describe a collective on an array that is divided along one dimension."""
 
-    Attributes
-    ----------
-    call : Call
-        The description that ranks compare.
-    along : tuple
-        The dimension, and the lengths of the blocks.
-    shape, own : tuple
-        Shape of the whole array, and index of this rank's block.
-    block_bytes, bytes : int
-        Bytes of the longest block, and of the whole.
-    """
-
-    call: Call
-    along: tuple[int, tuple[int, ...]]
+    call: Call    # the description that ranks compare
+    along: tuple[int, tuple[int, ...]]    # the dimension, and the lengths of the blocks
+    # Shape of the whole array, and index of this rank's block.
     shape: tuple[int, ...]
     own: tuple
+    # Bytes of the longest block, and of the whole.
     block_bytes: int
     bytes: int
 
@@ -67,36 +57,22 @@ def _divided(kind: int, dtype: np.dtype, shape: tuple[int, ...], dim: int,
 
 
 class _SharedLease(Lease):
-    """A region that this rank uses; it counts an equal share of the bytes as its own.
+    """A region that this rank uses; it counts an equal share of the bytes as its own."""
 
-    Attributes
-    ----------
-    memory : SharedMemory
-        The memory that the region is in.
-    handed_out : weakref to ndarray
-        The array returned to the caller: this rank's part of the whole, or its term of a sum.
-    along : tuple
-        The dimension along which the whole is divided, and the lengths of the parts.
-    partner : ndarray or None
-        For a term that is not summed yet: on the first rank all other terms, elsewhere the first.
-    number : int
-        For a term: the region of the first rank's term, by which all ranks identify the sum.
-    """
-
-    memory: SharedMemory
+    memory: SharedMemory    # that the region is in
+    # The array returned to the caller, a weakref to it: this rank's part of the whole, or its term
+    # of a sum.
     handed_out: Any = staticmethod(lambda: None)
-    along: tuple = ()
+    along: tuple = ()    # the dimension along which the whole is divided, and the parts' lengths
+    # For a term that is not summed yet: on the first rank all other terms, elsewhere the first.
     partner: np.ndarray | None = None
-    number: int = NO_ROOM
+    number: int = NO_ROOM    # for a term: the region of the first's, by which all identify the sum
 
 
 class SharedTransport(MpiTransport):
     """Carry out all collectives through memory that the ranks of the line share.
 
-    Raises
-    ------
-    OSError
-        When a rank cannot open the memory of another.
+    Raises OSError when a rank cannot open the memory of another.
     """
 
     name = "shared"

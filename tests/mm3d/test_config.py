@@ -34,9 +34,6 @@ def test_a_config_builds_what_keywords_build(comm):
     first, second = (model.gradients() for model in models)
     assert all(np.array_equal(a, second[name]) for name, a in first.items())
     assert first and models[0].definition == models[1].definition
-    for model in models:
-        model.free()
-    mesh.free()
 
 
 @pytest.mark.parametrize("where, fields, said", [

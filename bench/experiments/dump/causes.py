@@ -18,7 +18,7 @@ from bench.experiments.dump.losses import loss_causes, norm_causes
 from bench.experiments.dump.places import LOSS, NORM, tensor_names
 from bench.experiments.dump.updates import update_causes
 from bench.experiments.dump.verdicts import Judged, Verdict
-from mm3d.model.heads import TiedHead
+from mm3d.model.embedding import TiedHead
 from mm3d.model.layers import Gelu, Linear
 
 FEW = 10       # elements for each number that is fitted, which fewer do not show

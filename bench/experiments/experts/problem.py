@@ -10,7 +10,7 @@ import mm3d
 from bench.errors import UsageError, as_usage_error
 from mm3d.arrays.backend import Array
 from mm3d.model.builder import Builder
-from mm3d.model.experts.capacity import capacity_of
+from mm3d.model.experts.token_order import capacity_of
 from mm3d.model.experts.layer import ExpertsLayer
 from mm3d.model.experts.options import ExpertOptions
 from mm3d.model.initial_values import draw_normal

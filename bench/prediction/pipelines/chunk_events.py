@@ -111,7 +111,7 @@ class Saved:
 class AlikeCalls:
     """Layers that are run dry for some micro-batches; for the others their memory is counted.
 
-    It is a `mm3d.training.worker.StageModel`.  From the second micro-batch on, all calls of a kind
+    A `mm3d.training.worker.Worker` takes it.  From the second micro-batch on, all calls of a kind
     do the same to the memory of a rank.
 
     Parameters

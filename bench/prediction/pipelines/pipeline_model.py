@@ -21,7 +21,7 @@ from mm3d.grid.shape import GridShape
 from mm3d.model.attention.costs import context_pairs
 from mm3d.model.attention.windows import visible
 from mm3d.model.cross_entropy import Targets
-from mm3d.model.experts.capacity import capacity_of
+from mm3d.model.experts.token_order import capacity_of
 from mm3d.model.experts.options import ExpertOptions
 from mm3d.model.stack import Stack
 from mm3d.schemes import find_scheme

@@ -28,8 +28,7 @@ from mm3d.tracing import dry_run
 from mm3d.tracing.events import Collective, HALVES, PHASES
 from mm3d.tracing.trace import SUMS, Trace
 from mm3d.training.schedules import Schedule, Times, clock
-from mm3d.training.schedules.clock import Timeline, pairs
-from mm3d.training.schedules.memory import peak_in_flight
+from mm3d.training.schedules.clock import Timeline, pairs, peak_in_flight
 
 Steps = tuple[Fraction, ...]    # seconds by stage
 ONE_CHUNK = ("1f1b", "zb-h1")    # schedules whose backwards come in the order of the forwards

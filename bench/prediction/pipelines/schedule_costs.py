@@ -9,8 +9,7 @@ from bench.errors import UsageError, as_usage_error
 from bench.text_files import read_text
 from mm3d.training.schedules import Schedule, Times, build, check, clock, parse_schedule
 from mm3d.training.schedules.builders import check_size
-from mm3d.training.schedules.clock import Timeline
-from mm3d.training.schedules.memory import peak_in_flight
+from mm3d.training.schedules.clock import Timeline, peak_in_flight
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from mm3d.model.experts.options import ExpertOptions
 from mm3d.schemes import find_scheme
 from mm3d.schemes.closed_form import ProductShape
 from mm3d.tracing.events import Collective, HALVES, PHASES
-from mm3d.training.data_grid import expert_shards
+from mm3d.training.mesh import expert_shards
 
 SHARES = ("products", "elementwise", "links", "latency", "hops", "replicas", "optimizer", "bubble")
 GRADIENT_READS = 2    # by the norm that is clipped, and by the step

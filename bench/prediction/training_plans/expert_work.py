@@ -13,7 +13,7 @@ from mm3d.model.experts.options import ExpertOptions
 from mm3d.model.sizes import ModelSizes
 from mm3d.schemes import find_scheme
 from mm3d.tracing.events import Collective, Gemm
-from mm3d.training.data_grid import expert_shards
+from mm3d.training.mesh import expert_shards
 
 EXPERTS = "e"    # the direction of replicas that divide experts
 WIDE = 4         # bytes of a gradient, at least

@@ -14,9 +14,8 @@ import numpy as np
 from mm3d.arrays.backend import Array
 from mm3d.grid.activations import Space
 from mm3d.grid.axis import Axis
-from mm3d.model.experts.capacity import capacity_of, kept, positions
+from mm3d.model.experts.token_order import TokenOrder, capacity_of, kept, positions
 from mm3d.model.experts.options import ExpertOptions
-from mm3d.model.experts.token_order import TokenOrder
 
 LARGEST_PATTERN = 2 ** 24    # numbers of a pattern
 
@@ -24,10 +23,7 @@ LARGEST_PATTERN = 2 ** 24    # numbers of a pattern
 class ChoicePattern:
     """Give each token its experts by its number: a pattern that repeats, by E and k alone.
 
-    Raises
-    ------
-    ValueError
-        When the pattern of that many experts would take too much memory.
+    Raises ValueError when the pattern of that many experts would take too much memory.
     """
 
     def __init__(self, experts: ExpertOptions) -> None:

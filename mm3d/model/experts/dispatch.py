@@ -38,31 +38,20 @@ class Plan:
     """Hold where rows come from and go to, in integers on the host.
 
     *Tokens* are this rank's tokens, or after a gather all tokens along the direction.
-
-    Attributes
-    ----------
-    pairs : ndarray of int64
-        The (token, choice) pairs, numbered k token + choice, that experts take: all pairs of
-        this rank's tokens, or after a gather all pairs of its experts; by expert.
-    places : ndarray of int64
-        (tokens, k): the place of each pair in `pairs`; -1 where it has none.
-    rows : DividedRows
-        The rows of the group of ranks that multiplies together.
-    gathers : bool
-        Whether tokens are gathered.
-    sends, receives : list of int
-        Rows for, and from, each rank along the direction, where they are exchanged.
-    arrivals : ndarray of int64 or None
-        For each row of this rank's experts, by expert and token, its place among the rows
-        received; None if they come in that order.
     """
 
+    # Int64: the (token, choice) pairs, numbered k token + choice, that experts take: all pairs of
+    # this rank's tokens, or after a gather all pairs of its experts; by expert.
     pairs: np.ndarray
+    # Int64 (tokens, k): the place of each pair in `pairs`; -1 where it has none.
     places: np.ndarray
-    rows: DividedRows
-    gathers: bool
+    rows: DividedRows    # the rows of the group of ranks that multiplies together
+    gathers: bool    # whether tokens are gathered
+    # Rows for, and from, each rank along the direction, where they are exchanged.
     sends: list[int]
     receives: list[int]
+    # Int64 or None: for each row of this rank's experts, by expert and token, its place among the
+    # rows received; None if they come in that order.
     arrivals: np.ndarray | None
 
 
@@ -105,14 +94,8 @@ class Dispatch:
     def plan(self, chosen: np.ndarray, taken: np.ndarray, kept: np.ndarray) -> Plan:
         """Plan where this rank's rows go; every rank must call it.
 
-        Parameters
-        ----------
-        chosen : ndarray of int64
-            (tokens, k): the experts of this rank's tokens.
-        taken : ndarray of bool
-            (tokens, k): which pairs their experts take.
-        kept : ndarray of int64
-            See `mm3d.model.experts.token_order.GlobalCounts`.
+        `chosen` are the experts of this rank's tokens and `taken` which pairs these take, both
+        (tokens, k); `kept` is that of `mm3d.model.experts.token_order.GlobalCounts`.
         """
         chosen = np.where(taken, chosen, -1)
         gathers = self._gathers(kept, chosen.shape[1])
@@ -175,10 +158,8 @@ class Dispatch:
     def combine(self, rows: Array, gates: Array, plan: Plan) -> tuple[Array, Any]:
         """Sum the results of each token's experts, times the gates.
 
-        Returns
-        -------
-        y, saved : Array, Any
-            The sum, in the type of the rows; and rows and gates of the plan's pairs.
+        Returns the sum, in the type of the rows; and rows and gates of the plan's pairs, saved for
+        backward.
         """
         rows, gates = self._exchange_back(rows, plan), self._gather(gates, plan)
         y = self.backend.xp.astype(sum_by_token(rows, plan.places, gates), rows.dtype, copy=False)

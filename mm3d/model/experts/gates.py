@@ -19,26 +19,16 @@ from mm3d.model.functional import upcast
 
 @dataclass(frozen=True)
 class Choice:
-    """Hold the experts that the router has chosen for this rank's tokens.
+    """Hold the experts that the router has chosen for this rank's tokens."""
 
-    Attributes
-    ----------
-    chosen : ndarray of int64
-        (tokens, k), in host memory: the experts of each token, the one that it prefers first.
-    gates : Array
-        (tokens, k): what the outputs of these experts are multiplied by.
-    probabilities : Array
-        (tokens, E): softmax of all log scores, whose means enter the balance loss.
-    slope : Array or None
-        (tokens, E): derivative of each log score by its logit; None where it is 1.
-    gate, factor : str, float
-        As in `Experts`, and its design.
-    """
-
+    # Int64 (tokens, k), in host memory: the experts of each token, the one that it prefers first.
     chosen: np.ndarray
-    gates: Array
+    gates: Array    # (tokens, k): what the outputs of these experts are multiplied by
+    # (tokens, E): softmax of all log scores, whose means enter the balance loss.
     probabilities: Array
+    # (tokens, E): derivative of each log score by its logit; None where it is 1.
     slope: Array | None
+    # As in `Experts`, and its design.
     gate: str
     factor: float = 1.0
 

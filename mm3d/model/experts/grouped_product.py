@@ -27,20 +27,14 @@ class DividedRows:
 
     All ranks of the group hold parts of the same rows, in the same order: in the outer space one
     rank's rows after the other's, and in the inner space contiguous parts of that order.
-
-    Attributes
-    ----------
-    segments : sequence of Segment
-        The experts of all rows, numbered from the first one of this rank.
-    outer, inner : list of int
-        Rows of each rank along the direction that divides them, in either space.
-    outer_segments, inner_segments : sequence of Segment
-        The experts of this rank's rows.
     """
 
+    # The experts of all rows, numbered from the first one of this rank.
     segments: Sequence[Segment]
+    # Rows of each rank along the direction that divides them, in either space.
     outer: list[int]
     inner: list[int]
+    # The experts of this rank's rows.
     outer_segments: Sequence[Segment]
     inner_segments: Sequence[Segment]
 

@@ -22,16 +22,14 @@ from mm3d.model.experts.activation import (activation_backward, activation_forwa
                                            sum_biases)
 from mm3d.model.experts.assumed import AssumedOrder
 from mm3d.model.experts.balance import balance_loss, z_loss
-from mm3d.model.experts.capacity import capacity_of, counts, kept, positions
+from mm3d.model.experts.token_order import TokenOrder, capacity_of, counts, kept, positions
 from mm3d.model.experts.dispatch import Dispatch, Plan
 from mm3d.model.experts.gates import Choice, choose, gates_backward
 from mm3d.model.experts.grouped_product import GroupedProduct
 from mm3d.model.experts.options import ExpertOptions
 from mm3d.model.experts.router import Router
-from mm3d.model.experts.shared import Routings
+from mm3d.model.experts.totals import RoutingTotals, Routings
 from mm3d.model.experts.shared_expert import SharedExpert
-from mm3d.model.experts.token_order import TokenOrder
-from mm3d.model.experts.totals import RoutingTotals
 from mm3d.model.layers import Layer
 from mm3d.model.parameters import Parameter
 from mm3d.model.sizes import ModelSizes
@@ -43,20 +41,11 @@ ROUTER_BIAS = "router.bias"
 
 @dataclass(frozen=True)
 class Routing:
-    """Hold what a router has decided in one pass, and the gradient of its losses.
+    """Hold what a router has decided in one pass, and the gradient of its losses."""
 
-    Attributes
-    ----------
-    choice : Choice
-        Experts and gates of this rank's tokens.
-    plan : Plan
-        The ways of their rows.
-    dlogits : Array or None
-        Gradient of the logits from the balance loss and the z-loss; None without them.
-    """
-
-    choice: Choice
-    plan: Plan
+    choice: Choice    # experts and gates of this rank's tokens
+    plan: Plan    # the ways of their rows
+    # Gradient of the logits from the balance loss and the z-loss; None without them.
     dlogits: Array | None
 
     @property

@@ -208,10 +208,8 @@ class ExpertOptions(PlainFields):
 def check_experts_given(experts: Any, layers: Any = None) -> None:
     """Check the argument `experts` of a model, perhaps of so many `layers`; None is right too.
 
-    Raises
-    ------
-    ValueError
-        Unless it is None, or `mm3d.Experts` whose options are possible; when no layer has them.
+    Raises ValueError unless it is None, or `mm3d.Experts` whose options are possible; when no
+    layer has them.
     """
     if experts is None:
         return

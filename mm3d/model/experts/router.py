@@ -34,10 +34,7 @@ class Router:
     def forward(self, x: Array) -> tuple[Array, Any]:
         """Compute the logits, (tokens, experts), of this rank's rows, (tokens, features).
 
-        Returns
-        -------
-        logits, saved : Array, Any
-            The logits, and the gathered W for `backward`.
+        Returns them with the gathered W, for `backward`.
         """
         weight = self.vector.gather_features(self.weight.value)
         return self.sum_features(matmul_nt(upcast(x), upcast(weight))), weight

@@ -1,13 +1,16 @@
-"""Sum up the choices of all ranks in the global order of the tokens.
+"""Decide which tokens experts take, from the choices of all ranks in the order of the tokens.
 
 Tokens are ordered by sequence of the batch and then by position.  A rank's tokens are one run of
 that order, or where the positions of a sequence are divided one run for each of its sequences.
 The counts of every run, k x E integers, are gathered on all ranks: they say where a token stands
-in its expert, and how many rows every rank sends to every expert, so no rank asks another one.
+in its expert, the number of (token, choice) pairs of that expert before it, and how many rows
+every rank sends to every expert, so no rank asks another one.  All of it is integers in host
+memory, so that all meshes drop the same tokens.
 """
 
 import math
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Sequence
 
 import numpy as np
@@ -17,25 +20,19 @@ from mm3d.arrays.blocks import block_starts
 from mm3d.grid.activations import Space
 from mm3d.grid.axis import Axis
 from mm3d.grid.layout import Layout, divided_directions
+from mm3d.model.experts.options import ExpertOptions
 
 
 @dataclass(frozen=True)
 class GlobalCounts:
-    """Hold how often the tokens of all ranks choose each expert.
+    """Hold how often the tokens of all ranks choose each expert."""
 
-    Attributes
-    ----------
-    totals : ndarray of int64
-        (k, E): how many tokens have each expert as their first, second ... choice.
-    before : ndarray of int64
-        (runs of this rank, k, E): the same counts of all tokens before each run.
-    kept : ndarray of int64
-        (coordinates along `TokenOrder.directions` ..., E): how many pairs of each rank each
-        expert takes.
-    """
-
+    # Int64 (k, E): how many tokens have each expert as their first, second ... choice.
     totals: np.ndarray
+    # Int64 (runs of this rank, k, E): the same counts of all tokens before each run.
     before: np.ndarray
+    # Int64 (coordinates along `TokenOrder.directions` ..., E): how many pairs of each rank each
+    # expert takes.
     kept: np.ndarray
 
 
@@ -124,7 +121,7 @@ class TokenOrder:
         capacity : int or None
             How many pairs an expert takes; None for all.
         order : {"position", "choice"}
-            In which order, see `mm3d.model.experts.capacity.positions`.
+            In which order, see `mm3d.model.experts.token_order.positions`.
         """
         a = self.backend.asarray(np.ascontiguousarray(counts))
         for axis, lengths in self._gathers:
@@ -182,3 +179,94 @@ def _count_kept(runs: np.ndarray, before: np.ndarray, totals: np.ndarray, capaci
         return np.clip(capacity - before.sum(axis=1), 0, runs.sum(axis=1))
     first = before + np.cumsum(totals, axis=0) - totals
     return np.clip(capacity - first, 0, runs).sum(axis=1)
+
+
+def capacity_of(experts: ExpertOptions, tokens: int) -> int | None:
+    """Return how many (token, choice) pairs an expert takes, as the convention computes it.
+
+    Returns
+    -------
+    int or None
+        At most the global number of tokens, since a token is sent to an expert once; None when
+        nothing is dropped.
+
+    Raises
+    ------
+    ValueError
+        When an expert would take no token, or the choices cannot be counted.
+    """
+    experts.check_tokens(tokens)
+    if experts.capacity is None:
+        return None
+    factor, top, count = experts.capacity, experts.top, experts.count
+    if experts.convention == "mm3d":
+        # A decimal factor is meant as written: 1.1 * 10 is 11, not a float above it.
+        taken = math.ceil(Fraction(str(factor)) * top * tokens / count)
+    elif experts.convention == "megatron":
+        taken = math.ceil(top * tokens / count * factor)
+    elif experts.convention == "deepspeed":
+        taken = math.ceil(np.float32(tokens / count) * np.float32(factor * top))    # as it rounds
+    else:
+        taken = int(factor * (top * tokens / count))
+    taken = min(max(taken, experts.least_capacity), tokens)
+    if not taken:
+        raise ValueError(f"capacity={factor!r} drops every one of {tokens} tokens sent to {top} "
+                         f"of {count} experts: at least capacity={count / (top * tokens):.6g}, "
+                         f"or None to drop none, would do")
+    return taken
+
+
+def counts(chosen: np.ndarray, experts: int) -> np.ndarray:
+    """Count how many tokens have each expert as their first, second ... choice: int64, (k, E).
+
+    `chosen` are the experts of the tokens, (tokens, k).
+    """
+    return np.stack([np.bincount(column, minlength=experts) for column in chosen.T])
+
+
+def positions(chosen: np.ndarray, before: np.ndarray, totals: np.ndarray,
+              order: str) -> np.ndarray:
+    """Return the place of each of this rank's (token, choice) pairs in its expert, from 0 on.
+
+    Parameters
+    ----------
+    chosen : ndarray of int64
+        (tokens, k): the experts of this rank's tokens, which follow each other in the global
+        order.
+    before : ndarray of int64
+        (k, E): `counts` summed over all tokens before this rank's first.
+    totals : ndarray of int64
+        (k, E): `counts` summed over all tokens.
+    order : str
+        "position": tokens in their global order; "choice": all first choices come before all
+        second choices, each in the global order of the tokens.
+
+    Returns
+    -------
+    ndarray of int64
+        (tokens, k).
+    """
+    count = totals.shape[1]
+    if order == "position":
+        flat = chosen.ravel()
+        return (_places(flat, count) + before.sum(0)[flat]).reshape(chosen.shape)
+    first = before + np.cumsum(totals, axis=0) - totals
+    return np.stack([_places(column, count) + first[n][column]
+                     for n, column in enumerate(chosen.T)], axis=1)
+
+
+def _places(numbers: np.ndarray, count: int) -> np.ndarray:
+    """Return for each number, below `count`, how many equal ones come before it."""
+    order = np.argsort(numbers, kind="stable")
+    many = np.bincount(numbers, minlength=count)
+    places = np.empty(len(numbers), np.int64)
+    places[order] = np.arange(len(numbers)) - np.repeat(np.cumsum(many) - many, many)
+    return places
+
+
+def kept(places: np.ndarray, capacity: int | None) -> np.ndarray:
+    """Return which (token, choice) pairs their experts take, (tokens, k), from their `positions`.
+
+    With the capacity None all are taken.
+    """
+    return np.ones(places.shape, bool) if capacity is None else places < capacity

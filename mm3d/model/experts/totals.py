@@ -1,30 +1,27 @@
-"""Hold how many tokens each expert got, and compute shares, entropies and biases from it."""
+"""Record how the tokens of a model's passes are routed, and compute shares and biases from it."""
 
 import math
+from collections import deque
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, Callable, Iterator, Sequence
 
 import numpy as np
+
+from mm3d.arrays.plain_numbers import PlainNumbers
+from mm3d.grid.axis import Axis
+from mm3d.model.parameters import Parameter
 
 
 @dataclass(frozen=True)
 class RoutingTotals:
-    """Hold how the tokens of all ranks were routed in one layer and pass.
+    """Hold how the tokens of all ranks were routed in one layer and pass."""
 
-    Attributes
-    ----------
-    name : str
-        Name of the layer in the model.
-    chosen : ndarray of int64
-        (k, E): how many tokens have each expert as their first, second ... choice.
-    dropped : ndarray of int64
-        (E,): how many of these pairs were dropped.
-    balance, z : float
-        The balance loss and the z-loss: of this rank's tokens, or of all of them.
-    """
-
-    name: str
+    name: str    # name of the layer in the model
+    # Int64 (k, E): how many tokens have each expert as their first, second ... choice.
     chosen: np.ndarray
-    dropped: np.ndarray
+    dropped: np.ndarray    # int64 (E,): how many of these pairs were dropped
+    # The balance loss and the z-loss: of this rank's tokens, or of all of them.
     balance: float
     z: float
 
@@ -43,16 +40,8 @@ def updated_bias(bias: np.ndarray, totals: np.ndarray, rate: float) -> np.ndarra
     """Return the bias of the gate "sigmoid-bias" after a step.
 
     The bias of an expert that got fewer tokens than the mean grows by `rate`; if it got more, the
-    bias shrinks by it.  Source: DeepSeek-AI, arXiv 2412.19437, section 2.1.2.
-
-    Parameters
-    ----------
-    bias : ndarray
-        (E,), before the step.
-    totals : ndarray of int64
-        (k, E), of all tokens of the step.
-    rate : float
-        ``experts.bias_rate``.
+    bias shrinks by it.  Source: DeepSeek-AI, arXiv 2412.19437, section 2.1.2.  The bias is
+    (E,), the `totals` of all tokens of the step (k, E).
     """
     got = totals.sum(0)
     return bias + rate * np.sign(got.sum() - len(got) * got).astype(bias.dtype)
@@ -62,14 +51,79 @@ def utilisation_entropy(totals: np.ndarray) -> float:
     """Return the entropy of the experts' shares, divided by that of equal shares.
 
     It is 1 when all experts get equally many tokens, and 0 when one expert gets them all.
-
-    Parameters
-    ----------
-    totals : ndarray of int64
-        (k, E), or (E,): tokens of each expert.
+    `totals` are the tokens of each expert, (k, E) or (E,).
     """
     got = totals.reshape(-1, totals.shape[-1]).sum(0)
     if len(got) == 1 or not got.any():
         return 1.0
     share = got[got > 0] / got.sum()
     return float(-(share * np.log(share)).sum() / math.log(len(got))) + 0.0
+
+
+@dataclass(frozen=True)
+class ExpertRanks:
+    """Hold the ranks outside a tensor group that tokens and experts are divided among."""
+
+    # Directions along which ranks have other sequences of the same batch, the slowest first.
+    replicas: Sequence[Axis] = ()
+    # The one of them that divides the experts; None if each replica has all of them.
+    axis: Axis | None = None
+    # Makes the parameters of divided experts, from the arguments of
+    # `mm3d.model.parameters.Parameter`, with layouts on the tensor group and with the global
+    # shape, whose first dimension is divided along `axis`.
+    create_parameter: Callable[..., Parameter] | None = None
+    # Number of sequences of all replicas, divided among them as evenly as can be; by default each
+    # has as many as this one.
+    batch: int | None = None
+
+
+class Routings(PlainNumbers):
+    """Record how the tokens of a model's passes are routed, for recomputation and reports.
+
+    A routing is a `mm3d.model.experts.layer.Routing`, totals are
+    `mm3d.model.experts.totals.RoutingTotals`.
+
+    Attributes
+    ----------
+    scale : float
+        Factor of the gradients of the balance loss and the z-loss.
+    totals : list of RoutingTotals
+        One for each layer and forward, with the losses of this rank's tokens, until it is emptied.
+    biases : dict of str to Parameter
+        What the gate "sigmoid-bias" adds in each layer, by the layer's name.
+    """
+
+    def __init__(self) -> None:
+        self.scale, self.totals = 1.0, []
+        self.biases: dict[str, Parameter] = {}
+        self._recorded: list[Any] | None = None
+        self._replayed: deque[Any] = deque()
+
+    @contextmanager
+    def recording(self) -> Iterator[list[Any]]:
+        """Return a list to which the layers in this context add their routings."""
+        self._recorded = []
+        try:
+            yield self._recorded
+        finally:
+            self._recorded = None
+
+    @contextmanager
+    def replaying(self, routings: list[Any]) -> Iterator[None]:
+        """Give these routings to the layers in this context, so that they choose nothing."""
+        self._replayed = deque(routings)
+        try:
+            yield
+            assert not self._replayed, "fewer layers with experts were recomputed than computed"
+        finally:
+            self._replayed.clear()    # after a failure, too: the next pass chooses for itself
+
+    def next_replayed(self) -> Any:
+        """Return the routing of the next layer that is recomputed; None in other passes."""
+        return self._replayed.popleft() if self._replayed else None
+
+    def add(self, routing: Any, totals: Any) -> None:
+        """Record the routing of one layer and pass, and its totals."""
+        self.totals.append(totals)
+        if self._recorded is not None:
+            self._recorded.append(routing)

@@ -1,8 +1,8 @@
 """Represent pipeline schedules as data: build, read, write, check and time them.
 
 A `schedule.Schedule` lists the actions of each rank.  Sends and receives follow from it
-(`messages`), and so do the activations in flight (`memory`).  Nothing here computes on arrays or
-communicates; the standard library is all that it needs.
+(`messages`), and so do times and activations in flight (`clock`).  Nothing here computes on arrays
+or communicates; the standard library is all that it needs.
 """
 
 from mm3d.training.schedules.builders import build, registry

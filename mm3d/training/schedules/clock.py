@@ -1,4 +1,4 @@
-"""Compute when each action of a schedule begins and ends, exactly.
+"""Compute when each action of a schedule begins and ends, exactly, and what it keeps meanwhile.
 
 An action begins when its rank has ended the one before and its inputs have arrived.  A result
 arrives on another rank one hop after the end of the action; on the same rank at that end.
@@ -10,28 +10,22 @@ from fractions import Fraction
 from mm3d.training.schedules.schedule import Event, Schedule, ScheduleError
 from mm3d.training.schedules.times import Times
 
+
 Place = tuple[int, int]    # a rank, and the number of an action in its row
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """Hold when each action begins and ends.
+    """Hold when each action begins and ends."""
 
-    Attributes
-    ----------
-    schedule, times
-        What was timed.
-    starts, ends : tuple of tuples of Fraction
-        By rank and action.  Joined actions begin and end together.
-    causes : tuple of tuples of (int, int) or None
-        Rank and number of the action whose end, or whose message, let an action begin; None if
-        it began at 0 without one.
-    """
-
+    # What was timed.
     schedule: Schedule
     times: Times
+    # By rank and action.  Joined actions begin and end together.
     starts: tuple[tuple[Fraction, ...], ...]
     ends: tuple[tuple[Fraction, ...], ...]
+    # Rank and number of the action whose end, or whose message, let an action begin; None if it
+    # began at 0 without one.
     causes: tuple[tuple[Place | None, ...], ...]
 
     @property
@@ -85,10 +79,7 @@ class Timeline:
     def critical_path(self) -> list[Place]:
         """Return the chain of actions, without gaps but for hops, that leads to the last end.
 
-        Returns
-        -------
-        list of (int, int)
-            Rank and number of each action, in the order of time.
+        Each is given by its rank and number, in the order of time.
         """
         last = max(range(self.schedule.ranks), key=lambda rank: self.ends[rank][-1])
         place: Place | None = (last, len(self.ends[last]) - 1)
@@ -195,3 +186,33 @@ class _Run:
                 self.happened[event] = end, (rank, index)
         self.done[rank] += 1
         return None
+
+
+def peak_in_flight(schedule: Schedule, kept: Fraction | int = 0) -> tuple[Fraction, ...]:
+    """Return the largest number of micro-batches in flight on each rank.
+
+    A micro-batch is in flight in a stage from the begin of its forward on.
+
+    Parameters
+    ----------
+    schedule : Schedule
+        One that passes `mm3d.training.schedules.check.check`.
+    kept : Fraction or int
+        The share of a micro-batch's activations that the gradient of the weights still needs: 0
+        counts to the end of B, 1 to the end of W.
+
+    Returns
+    -------
+    tuple of Fraction
+        By rank, in activations of one micro-batch in one stage: with several chunks a rank a
+        stage has a part of the rank's layers only.
+    """
+    released = {"B": 1 - Fraction(kept), "W": Fraction(kept), "BW": Fraction(1)}
+    peaks = []
+    for row in schedule.rows:
+        held = peak = Fraction(0)
+        for action in row:
+            held += 1 if action.kind == "F" else -released[action.kind]
+            peak = max(peak, held)
+        peaks.append(peak)
+    return tuple(peaks)

@@ -7,27 +7,15 @@ from mm3d.training.schedules.schedule import Action, Event, Schedule
 
 
 class Operation(NamedTuple):
-    """Describe what a rank does: run actions, or send or receive the result of one step.
+    """Describe what a rank does: run actions, or send or receive the result of one step."""
 
-    Attributes
-    ----------
-    kind : {"receive", "run", "send"}
-        Receives come before the actions that need them, sends after those that made them.
-    index : int
-        The number, in the rank's row, of the (first) action that it belongs to.
-    event : Event or None
-        The step whose result is moved.
-    other : int
-        The rank at the other end; -1 of a run.
-    actions : tuple of Action
-        What is run.
-    """
-
+    # {"receive", "run", "send"}: receives come before the actions that need them, sends after
+    # those that made them.
     kind: str
-    index: int
-    event: Event | None = None
-    other: int = -1
-    actions: tuple[Action, ...] = ()
+    index: int    # the number, in the rank's row, of the (first) action that it belongs to
+    event: Event | None = None    # the step whose result is moved
+    other: int = -1    # the rank at the other end; -1 of a run
+    actions: tuple[Action, ...] = ()    # what is run
 
 
 def consumer(schedule: Schedule, event: Event) -> int | None:

@@ -28,24 +28,15 @@ class ScheduleError(ValueError):
 
 
 class Action(NamedTuple):
-    """Describe one entry in the row of a rank.
+    """Describe one entry in the row of a rank."""
 
-    Attributes
-    ----------
-    kind : {"F", "B", "W", "BW"}
-        Forward; backward to the input; backward to the weights; both backward parts at once.
-    chunk : int
-        Which of the rank's stages, counted from 0.
-    micro : int
-        The micro-batch.
-    joined : bool
-        Whether it runs together with the action before it: both begin when the inputs of both
-        have arrived, take the sum of their times, and release their results at the end.
-    """
-
+    # {"F", "B", "W", "BW"}: forward; backward to the input; backward to the weights; both backward
+    # parts at once.
     kind: str
-    chunk: int
-    micro: int
+    chunk: int    # which of the rank's stages, counted from 0
+    micro: int    # the micro-batch
+    # Whether it runs together with the action before it: both begin when the inputs of both have
+    # arrived, take the sum of their times, and release their results at the end.
     joined: bool = False
 
 
@@ -62,17 +53,11 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """Hold the rows of actions of a pipeline, and which rank has which stage.
+    """Hold the rows of actions of a pipeline, and which rank has which stage."""
 
-    Attributes
-    ----------
-    stages : tuple of tuples of int
-        ``stages[rank][chunk]`` is the number of a stage, from 0 at the input.
-    rows : tuple of tuples of Action
-        The actions of each rank in the order in which it takes them.
-    """
-
+    # ``stages[rank][chunk]`` is the number of a stage, from 0 at the input.
     stages: tuple[tuple[int, ...], ...]
+    # The actions of each rank in the order in which it takes them.
     rows: tuple[tuple[Action, ...], ...]
 
     def __repr__(self) -> str:

@@ -16,38 +16,21 @@ from mm3d.training.schedules.times import Times
 
 
 class Limit(NamedTuple):
-    """Hold the limit of a rank's memory.
+    """Hold the limit of a rank's memory."""
 
-    Attributes
-    ----------
-    memory : Fraction
-        The most that a rank may hold, in activations of one micro-batch.
-    kept : Fraction
-        The share of them that W still needs after B.
-    """
-
-    memory: Fraction
-    kept: Fraction
+    memory: Fraction    # the most that a rank may hold, in activations of one micro-batch
+    kept: Fraction    # the share of them that W still needs after B
 
 
 class SearchRules(NamedTuple):
-    """Describe how ranks decide.
+    """Describe how ranks decide."""
 
-    Attributes
-    ----------
-    patience : Fraction
-        The share of its own time by which a forward may delay the first backward.
-    overrun : Fraction
-        The share of its own time by which a W may delay what arrives next.
-    level : Fraction
-        The same, where the gap would make the rank the one that has waited longest.
-    weights_first : bool
-        Whether W, and not a backward that is there too, makes room for a forward.
-    """
-
+    # The share of its own time by which a forward may delay the first backward.
     patience: Fraction
-    overrun: Fraction
+    overrun: Fraction    # the share of its own time by which a W may delay what arrives next
+    # The same, where the gap would make the rank the one that has waited longest.
     level: Fraction
+    # Whether W, and not a backward that is there too, makes room for a forward.
     weights_first: bool
 
 

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from mm3d.arrays import backend, cupy_attention, cupy_kernels
-from mm3d.model import functional, rms_norm, rotary, swiglu, token_functions, vectors
+from mm3d.model import functional, layers, rotary, swiglu, token_functions, vectors
 from rounded import DTYPES, attend, close, dtype_of, numbers
 
-READABLE = functional, vectors, rms_norm, rotary, swiglu
+READABLE = functional, vectors, layers, rotary, swiglu
 # Odd lengths, one column, one row, more columns than threads; packs of 16 bytes and not.
 SHAPES = [(3, 5, 7), (2, 4, 64), (1, 1, 1), (1, 1, 2056), (300, 1), (70, 33), (0, 8), (5, 0)]
 

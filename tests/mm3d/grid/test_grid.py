@@ -224,22 +224,6 @@ def test_all_reduce_reduce_and_broadcast(comm):
                 assert np.array_equal(got, terms[root]) and got.dtype == dtype
 
 
-@pytest.mark.ranks(8)
-def test_collectives_stay_within_their_line_of_the_grid(comm):
-    """On a cube: the other coordinates are those of this rank, in what it receives too."""
-    with on_grid(comm, 2, 2, 2) as grid:
-        for letter, axis in grid.axes.items():
-            line = [r for r in range(8) if all(grid.shape.coordinates(r)[c] == grid.coords[c]
-                                               for c in "xyz" if c != letter)]
-            terms = [integers((2, 3), r) for r in line]
-            mine = terms[axis.rank]
-            assert np.array_equal(axis.all_gather(mine), np.concatenate(terms))
-            assert np.array_equal(axis.reduce_scatter(mine, 1, [2, 1]),
-                                  pieces(sum(terms), 1, [2, 1])[axis.rank])
-            assert np.array_equal(axis.all_reduce(mine), sum(terms))
-            assert np.array_equal(axis.broadcast(mine.copy(), 1), terms[1])
-
-
 @LINES
 def test_a_split_broadcasts_and_reduces_blocks_of_any_length(comm):
     """The block of the root has the root's length, whatever the others hold."""

@@ -59,7 +59,6 @@ def test_loss_is_that_of_whole_rows(comm, transport, vocab, smoothing, z):
         d = layer.backward(Targets(targets, 0.5), saved)
         wanted = 0.5 * gradient[layout.slices(scheme.grid, logits.shape)]
         assert d.shape == wanted.shape and np.allclose(d, wanted, rtol=1e-10, atol=1e-13), scheme
-        scheme.grid.free()
 
 
 @pytest.mark.ranks(1, 4, 8, first=(8,))
@@ -85,7 +84,6 @@ def test_lookups_and_their_gradients(comm, transport):
                 layer.backward(place.shard(dx, scheme.grid), tokens)
             for p, a in zip(layer.parameters, gradients):
                 assert np.allclose(p.gather(p.grad), 2 * a, rtol=1e-13, atol=1e-13), scheme
-            scheme.grid.free()
 
 
 def test_rows_of_one_number_are_summed_in_a_fixed_order():

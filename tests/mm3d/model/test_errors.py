@@ -129,7 +129,6 @@ def test_direction_that_divides_nothing(refused, comm):
     for letter, *words in (("w", "'xy,z'", "'w'", "x, y, z"), ("u", "'xy,z'", "'u'", "x, y, z"),
                            ("xy", "'xy'"), ("", "''")):
         refused(lambda: mm3d.Layout("xy,z").split(grid, (4, 4), letter), *words, grid=grid)
-    grid.free()
 
 
 @pytest.fixture
@@ -186,7 +185,6 @@ def test_models_of_tokens(comm):
         mm3d.GPT(mesh, **SIZES, schedule=5)
     with pytest.raises(ValueError, match="every=2 layers are in none of layers=1"):
         mm3d.GPT(mesh, **SIZES, experts=mm3d.Experts(4))
-    mesh.free()
 
 
 @pytest.fixture
@@ -213,7 +211,6 @@ def test_a_whole_activation_instead_of_a_block_is_refused_alike_where_blocks_dif
     model = mm3d.Transformer(scheme, layers=1, hidden=9, heads=3, batch=3, seq=5)
     refused(lambda: model.forward(np.zeros((3, 5, 9), np.float32)), "(3, 5, 9)", "model.shard",
             grid=scheme.grid)
-    scheme.grid.free()
 
 
 @pytest.mark.ranks(1, 8)

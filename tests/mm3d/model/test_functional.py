@@ -12,8 +12,7 @@ from mm3d.model import functional
 from mm3d.model.attention.layer import Attention
 from mm3d.model.builder import Builder
 from mm3d.model.chains import Chain, Residual
-from mm3d.model.layers import Gelu, LayerNorm, Linear
-from mm3d.model.rms_norm import RMSNorm
+from mm3d.model.layers import Gelu, LayerNorm, Linear, RMSNorm
 from mm3d.model.rotary import Rotary, Turns
 from mm3d.model.swiglu import SwiGLU
 from compiled import load_compiled

@@ -20,8 +20,6 @@ def words_of_ends(comm, grid, scheme="3d", **options) -> int:
     model.rehearse()
     found = sum(comm.allreduce(one.words) for _, one in sorted(model.traffic().items()))
     inside = mm3d.cost.words(scheme, mesh.grids[0], mm3d.ModelSizes(**sizes))
-    model.free()
-    mesh.free()
     return found - sum(sum(words.values()) for words in inside.values())
 
 
@@ -75,4 +73,3 @@ def test_the_layout_of_the_table_is_that_of_a_product_down(comm):
         # The rows that are left when these directions are gathered are next to each other.
         assert all(part.endswith("".join(c for c in part if c in vocabulary))
                    for part in map(divided_directions, outer.rows.split(",")))
-        made.grid.free()

@@ -10,13 +10,13 @@ import mm3d
 from mirror import mirrored
 from mm3d.arrays import backend
 from mm3d.model import cost
+from mm3d.schemes.line_product import LineProduct
 from mm3d.schemes.product import Product
-from mm3d.schemes.serial import SerialProduct
 from mm3d.tracing import dry_run
 from mm3d.tracing.events import Boundary
 from mm3d.tracing.observe import observed
 from mm3d.tracing.trace import Trace
-from models import MODELS, PARALLELISMS, SIZES, SOME, Parallelism, different, passes, policies
+from models import PARALLELISMS, SIZES, SOME, Parallelism, different, passes, policies
 
 
 def is_weight(p) -> bool:
@@ -36,19 +36,6 @@ def test_halves_give_the_same_bits(comm, transport):
             expected = passes(model, "Fa Fb Da Db")
             for order in ("Fa Ba Wa Fb Bb Wb", "Fa Fb Ba Bb Wa Wb"):
                 assert different(passes(model, order), expected) == [], (str(parallelism), order)
-
-
-@pytest.mark.ranks(1, slow=(8,))
-def test_halves_and_recomputation_give_the_same_bits(comm):
-    """Of every scheme, each with one of the policies in turn."""
-    for parallelism, recompute in zip(SOME[comm.size], cycle([
-            "uniform:2+selective", "uniform:2", "selective", "full"])):
-        assert [recompute] == policies(parallelism, recompute)
-        with parallelism.on(comm, "numpy") as scheme:
-            expected = passes(mm3d.Transformer(scheme, **MODELS["uneven"]), "Fa Fb Da Db")
-            model = mm3d.Transformer(scheme, **MODELS["uneven"], recompute=recompute)
-            found = passes(model, "Fa Fb Ba Bb Wa Wb")
-            assert different(found, expected) == [], str(parallelism)
 
 
 def of_three(model, order: str) -> dict[str, np.ndarray]:
@@ -172,14 +159,14 @@ def test_observers_see_the_halves():
                 "attention.qkv", "attention.proj", "mlp.up", "mlp.down"}
 
 
-class Undivided(SerialProduct):
+class Undivided(LineProduct):
     """A product that does not say how its backward is divided."""
 
     backward_input, backward_weights = Product.backward_input, Product.backward_weights
 
     def backward(self, dC, B, saved):
-        dA, operands = SerialProduct.backward_input(self, dC, B, saved)
-        return dA, SerialProduct.backward_weights(self, operands)
+        dA, operands = LineProduct.backward_input(self, dC, B, saved)
+        return dA, LineProduct.backward_weights(self, operands)
 
 
 def test_a_product_that_does_not_say_how_is_not_divided():

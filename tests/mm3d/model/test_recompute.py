@@ -11,8 +11,8 @@ from mm3d.arrays import backend
 from mm3d.model import cost
 from mm3d.model.recomputation import POLICIES, Policy, parse_policy
 from mm3d.model.chains import Recomputed
+from mm3d.schemes.line_product import LineProduct
 from mm3d.schemes.product import Product
-from mm3d.schemes.serial import SerialProduct
 from mm3d.tracing import dry_run
 from mm3d.tracing.observe import observed
 from mm3d.tracing.trace import Trace
@@ -176,7 +176,7 @@ def test_tracing_tells_what_is_computed_again(comm):
         assert not any(name.startswith("reduce-scatter d") for name in first)
 
 
-class Forgetful(SerialProduct):
+class Forgetful(LineProduct):
     """A product that does not say how what it saves is found again."""
 
     recompute_saved = Product.recompute_saved
@@ -185,7 +185,7 @@ class Forgetful(SerialProduct):
 def test_a_scheme_that_does_not_say_how_multiplies_again():
     """A product of somebody's own: its forward is done again, and the results are right."""
     expected, counts = [], []
-    for kind in (SerialProduct, Forgetful):
+    for kind in (LineProduct, Forgetful):
         with Parallelism("serial").on(mm3d.grid.grid.MPI.COMM_SELF, "numpy") as scheme:
             model = mm3d.Transformer(scheme, **MODELS["even"], recompute="full")
             trace = Trace()

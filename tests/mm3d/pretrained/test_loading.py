@@ -232,7 +232,6 @@ def test_files_are_refused_in_one_line_before_communication(comm, folder, what, 
     with all_refuse(comm, said, kind):
         mm3d.load_pretrained(path, mesh, **SIZES)
     assert not any(one.words for one in mesh.scheme.grid.traffic().values())
-    mesh.free()
 
 
 @pytest.mark.ranks(2)
@@ -253,9 +252,6 @@ def test_arguments_are_refused_alike(comm, folder, shared_tmp_path):
     with pytest.raises(ValueError, match="shard_bytes='5GB' should be a whole number of at lea"):
         mm3d.save_pretrained(model, shared_tmp_path / "new", "5GB")
     assert [*shared_tmp_path.glob("*")] == [path] == [*shared_tmp_path.iterdir()]
-    model.free()
     other = mm3d.GPT(mesh, layers=1, hidden=8, heads=2, vocab=9, **SIZES, norm="rms")
     with pytest.raises(ValueError, match="no family of Hugging Face"):
         mm3d.save_pretrained(other, shared_tmp_path / "new")
-    other.free()
-    mesh.free()

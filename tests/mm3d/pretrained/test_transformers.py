@@ -79,9 +79,6 @@ def test_transformers_computes_the_same(comm, name, shared_tmp_path, torch):
                          for folder in ("model", "gradients"))
         expected = slopes.state()
         assert not differences(model, logits, loss, DATA, expected), (where, how)
-        slopes.free()
-        model.free()
-        mesh.free()
 
 
 @pytest.mark.ranks(1, 4)
@@ -104,8 +101,6 @@ def test_transformers_reads_what_is_written(comm, name, shared_tmp_path, torch):
         return again(torch.tensor(DATA[0])).logits.detach().numpy()
     found = on_root(comm, name, read)
     assert np.abs(found - logits).max() <= 1e-12 * np.abs(logits).max()
-    model.free()
-    mesh.free()
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -70,4 +70,3 @@ def test_ranks_off_the_faces_do_no_elementwise_work(comm):
     assert (y.size > 0) == on_face
     held = comm.allgather(model.saved_bytes(saved))
     assert held.index(max(held)) == 0 and held[-1] < 0.1 * held[0]
-    scheme.grid.free()

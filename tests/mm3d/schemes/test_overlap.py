@@ -50,7 +50,6 @@ def test_the_same_bits_and_words_with_overlap_and_without(comm, transport):
             scheme = mm3d.scheme("3d", comm, grid=grid, backend="numpy", overlap=overlap)
             found.append(passes(mm3d.Transformer(scheme, **SIZES), "F1 F2 D1 D2"))
             moved.append(scheme.grid.traffic())
-            scheme.grid.free()
         assert not (different(*found) if ordered else [name for name, a in found[0].items() if (
             np.linalg.norm(a - found[1][name]) > 1e-6 * np.linalg.norm(a))]), grid
         assert moved[0] == moved[1], grid
@@ -72,7 +71,6 @@ def test_ranks_on_several_nodes_overlap_unless_told(comm, monkeypatch, node_size
             tokens = np.arange(8 * 4).reshape(8, 4) % 8
             found.append(([gpt.step(tokens, tokens), *gpt.gradients().values()],
                           gpt.mesh.scheme.grid.traffic()))
-        gpt.free()
     assert gpt.config.division.overlap == gpt.mesh.options["overlap"] == chosen
     assert "overlap" in str(gpt.config.division) or not chosen
     assert gpt.mesh.scheme.grid.nodes == 4 // int(node_size)
@@ -254,7 +252,6 @@ def test_panels_of_exact_integers(comm, transport):
             with Overlap(pass_of, scheme.grid.backend) if overlap else nullcontext() as during:
                 dx = layer.backward(dy, saved, during)
             found.append([y, dx, layer.weight.grad])
-            scheme.grid.free()
         assert same(*found), sizes
 
 
@@ -359,7 +356,6 @@ def test_a_layer_that_is_looked_at_has_its_whole_gradient(comm):
     model = mm3d.Transformer(scheme, **SMALL)
     checks = layer_residuals.check_step(model, model.random("x"), model.random("dy"), 3)
     assert all(check.passed for check in checks)
-    scheme.grid.free()
 
 
 def test_a_linear_layer_alone_overlaps_nothing():

@@ -99,7 +99,6 @@ def test_the_linear_products_of_all_schemes(comm, way):
     for sizes, options in zip(GRIDS[comm.size] if comm.size != 4 else [], cycle(turns)):
         scheme = mm3d.scheme("3d", comm, sizes, **options)
         check_linear_product(comm, scheme, way, options)
-        scheme.grid.free()
 
 
 def check_linear_product(comm, scheme, way, options):

@@ -47,7 +47,6 @@ def test_results_are_exact_and_words_those_of_the_closed_form(comm, name):
         for form, shape in itertools.product(FORMS, SHAPES[:2]):
             check_product(comm, algorithms_with_products()[name].matrix_product(grid, form, shape),
                           form, shape)
-        grid.free()
 
 
 def check_product(comm, product, form, shape):
@@ -123,7 +122,6 @@ def test_ordered_sums_have_the_same_bits_by_every_transport(comm, monkeypatch):
             found.append(product.forward(A, B))
             terms = [a.astype(dtype) for a in comm.allgather((
                 A.astype("f4") @ B.astype("f4")).astype(dtype))]
-            grid.free()
         total = terms[0].astype("f4")
         for term in terms[1:]:
             total += term

@@ -102,8 +102,6 @@ class Program:
         model.reset_traffic()
         self.step(model)
         moved, peak = model.traffic(), pool.peak - before
-        model.free()
-        model.mesh.free()
         return moved, peak
 
 

@@ -133,4 +133,3 @@ def test_local_products_are_replayed_in_their_order(comm):
     assert vars(problem.grid.backend) == before
     assert [(a.shape[0], a.shape[1], b.shape[1]) for a, b, _ in replay.calls] == [
         (event.m, event.n, event.k) for event, _ in noting.events]
-    problem.grid.free()

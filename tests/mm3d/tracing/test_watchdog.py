@@ -7,7 +7,7 @@ import pytest
 
 import mm3d
 from mm3d.grid.agreement import format_ranks
-from mm3d.tracing import heartbeats
+from mm3d.tracing import status_board as board
 from mm3d.tracing.watchdog import Watchdog, is_stalled
 from support import run_python, run_ranks
 
@@ -114,12 +114,12 @@ def test_states(comm, monkeypatch):
             (lately, past, past, 0): "idle", (-1, past, past, 1): "left",
             (0, 0, 0, 0): "unknown"}.items():
         comm.Barrier()
-        row[heartbeats.BEAT], row[heartbeats.MOVED] = beat, moved
-        row[heartbeats.WORKED], row[heartbeats.INSIDE] = worked, inside
+        row[board.BEAT], row[board.MOVED] = beat, moved
+        row[board.WORKED], row[board.INSIDE] = worked, inside
         assert dog.rank_states()[0] == state
         comm.Barrier()
     # Who has been stopped with all others, as by Ctrl-Z, finds them silent, and gives them time.
-    row[heartbeats.BEAT] = past
+    row[board.BEAT] = past
     dog._looked = past
     dog.update_board()
     assert dog._since > now and dog.rank_states()[0] == "working"
@@ -157,9 +157,8 @@ def test_nothing_is_changed_by_being_watched(comm, transport, recompute):
     assert all(map(np.array_equal, before, after))
     assert [axis.transport for axis in scheme.grid.axes.values()] == transports
     mine = dog.board.mine
-    assert mine[heartbeats.EVENTS] == 2 * calls and not mine[heartbeats.INSIDE]
+    assert mine[board.EVENTS] == 2 * calls and not mine[board.INSIDE]
     assert (" of layers.0." in dog.board.text(comm.rank)) == (comm.size > 1)
-    scheme.grid.free()
 
 
 @pytest.mark.slow

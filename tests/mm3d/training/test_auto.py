@@ -5,7 +5,7 @@ from fractions import Fraction
 import pytest
 
 from mm3d.training.schedules import Times, build, check, clock
-from mm3d.training.schedules.memory import peak_in_flight
+from mm3d.training.schedules.clock import peak_in_flight
 from mm3d.training.schedules.search import least_cost
 
 

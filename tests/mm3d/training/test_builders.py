@@ -5,7 +5,7 @@ from fractions import Fraction
 import pytest
 
 from mm3d.training.schedules import build, builders, check, registry
-from mm3d.training.schedules.memory import peak_in_flight
+from mm3d.training.schedules.clock import peak_in_flight
 from mm3d.training.schedules.messages import message_count, pending_needed
 from mm3d.training.schedules.schedule import BUILDERS, builder, Schedule, loop
 

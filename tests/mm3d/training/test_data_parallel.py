@@ -50,8 +50,6 @@ def run_alone(comm, sizes):
     mesh = mm3d.Mesh(own, scheme="serial")
     pipeline = mm3d.Pipeline(mesh, "gpipe", **sizes, microbatches=1, dtype="float64")
     found = run(pipeline, sizes)
-    pipeline.free()
-    mesh.free()
     own.Free()
     return found
 
@@ -84,10 +82,8 @@ def test_every_stage_of_zero_computes_what_one_rank_computes(comm, transport, nu
             for name in b:
                 assert np.abs(a[name] - b[name]).max() < 1e-11 * np.abs(b[name]).max(), (
                     zero, name)
-        pipeline.free()
     assert equal(found[1], found[0]) and equal(found[3], found[2])
     assert microbatches > 1 or equal(found[2], found[0])
-    mesh.free()
 
 
 @pytest.mark.parametrize("spec, shape, units", [
@@ -120,7 +116,6 @@ def test_what_replicas_cannot_divide_is_named_on_all_ranks(comm, changed, said):
     mesh = mm3d.Mesh(comm, data=2, scheme="serial")
     with all_refuse(comm, said):
         mm3d.Pipeline(mesh, "gpipe", **SIZES | {"batch": 8, "microbatches": 2} | changed)
-    mesh.free()
 
 
 @pytest.mark.ranks(2)
@@ -142,8 +137,6 @@ def test_a_step_after_one_that_failed_has_gradients_of_its_own(comm):
         with pipeline.new_gradients():
             pipeline.rehearse()
         assert not different(pipeline.gradients(), expected), zero
-        pipeline.free()
-    mesh.free()
 
 
 @pytest.mark.ranks(slow=(2, 4))
@@ -161,8 +154,6 @@ def test_sums_in_flight_and_steps_that_add_change_no_bit(comm):
             once, twice = (add_step(pipeline) for _ in range(2))
             for name in once:
                 assert np.allclose(twice[name], 2 * once[name], rtol=1e-12, atol=1e-12), name
-            pipeline.free()
-    mesh.free()
 
 
 def add_step(pipeline):

@@ -8,7 +8,7 @@ import mm3d
 from expert_gpts import CASES, SIZES, serial, train
 from gpts import case_of, differences, tokens_and_targets
 from mm3d.model.experts.layer import ExpertsLayer
-from mm3d.training.data_grid import expert_shards
+from mm3d.training.mesh import expert_shards
 from models import different
 
 BATCH = 16    # two micro-batches of 8 replicas
@@ -42,7 +42,6 @@ def test_every_division_trains_what_one_rank_trains(comm, number):
         assert not differences(found[2], serial(case, steps, BATCH))
         assert not different(found[1], found[0]) and not different(found[3], found[2])
         assert CASES[case][1] > 1 or not different(found[2], found[0])
-    mesh.free()
 
 
 @pytest.mark.ranks(4)
@@ -69,8 +68,6 @@ def test_copies_of_an_expert_with_and_without_tokens_are_summed(comm, zero):
         model.step(*tokens_and_targets(sizes))
         gradients.append(model.gradients())
         assert model.routings["layers.1.experts"].chosen.tolist() == [[40, 40]]
-        model.free()
-        mesh.free()
     assert not differences(gradients[1], gradients[0])
 
 

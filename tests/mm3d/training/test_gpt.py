@@ -7,7 +7,8 @@ from mpi4py import MPI
 
 import mm3d
 from gpts import SIZES, case_of, differences, serial, tokens_and_targets, train
-from mm3d.schemes import serial as serial_scheme
+from mm3d.schemes.line_product import LineProduct
+from mm3d.schemes.serial import Serial
 from mm3d.training.batches import check_tokens
 from reference import all_refuse
 
@@ -36,7 +37,6 @@ def test_losses_and_gradients_are_those_of_one_rank(comm, number):
         found = train(mesh, microbatches=2, **case)
         assert list(found) == list(expected)
         assert not differences(found, expected), (mesh, case)
-    mesh.free()
 
 
 @pytest.mark.ranks(4)
@@ -46,7 +46,6 @@ def test_positions_of_several_sequences_in_shared_memory(comm, monkeypatch):
     mesh = mm3d.Mesh(comm, 1, "3d", (1, 2, 2), rows="positions")
     case = dict(steps=1, dropout=0.3)
     assert not differences(train(mesh, **case), serial(**case))
-    mesh.free()
 
 
 def test_the_first_loss_is_near_that_of_guessing(comm):
@@ -54,8 +53,6 @@ def test_the_first_loss_is_near_that_of_guessing(comm):
     for tied in (True, False):
         model = mm3d.GPT(mesh, **SIZES, tied=tied)
         assert abs(model.step(*tokens_and_targets()) - math.log(SIZES["vocab"])) < 0.1
-        model.free()
-    mesh.free()
 
 
 @pytest.mark.ranks(2)
@@ -75,8 +72,6 @@ def test_bad_tokens_are_named_on_every_rank(comm, tokens, targets, said):
         with all_refuse(comm, said):
             call(*batch)
     assert math.isfinite(model.step(*tokens_and_targets()))
-    model.free()
-    mesh.free()
 
 
 @pytest.mark.ranks(2)
@@ -88,13 +83,11 @@ def test_all_messages_between_stages_are_synchronous_where_asked(comm):
         assert messages._send == messages.comm.Issend
     loss = model.step(*tokens_and_targets())
     assert abs(loss - serial()["losses"][0]) <= 1e-12 * loss
-    model.free()
-    mesh.free()
 
 
 @pytest.mark.parametrize("owner, name", [
-    (serial_scheme.Serial, "down_weight"), (serial_scheme.SerialProduct, "forward_transposed"),
-    (serial_scheme.SerialProduct, "backward_transposed")])
+    (Serial, "down_weight"), (LineProduct, "forward_transposed"),
+    (LineProduct, "backward_transposed")])
 def test_a_scheme_without_what_a_gpt_needs_is_named(comm, monkeypatch, owner, name):
     """Before a step begins; without a tied head nothing is multiplied by the table transposed."""
     mesh = mm3d.Mesh(comm, 1, "serial")
@@ -103,7 +96,6 @@ def test_a_scheme_without_what_a_gpt_needs_is_named(comm, monkeypatch, owner, na
         mm3d.GPT(mesh, **SIZES)
     if name != "down_weight":
         mm3d.GPT(mesh, **SIZES, tied=False).free()
-    mesh.free()
 
 
 def test_targets_beyond_64_bits_are_not_the_ignored_one():
@@ -123,7 +115,6 @@ def test_sizes_and_factors_that_make_no_sense_are_named(comm, changed, said):
     mesh = mm3d.Mesh(comm, 1, "serial")
     with pytest.raises(ValueError, match=said):
         mm3d.GPT(mesh, **SIZES | changed)
-    mesh.free()
 
 
 @pytest.mark.ranks(1, 4)
@@ -145,9 +136,6 @@ def test_a_state_is_loaded_on_another_mesh(comm):
         assert other.evaluate(*tokens_and_targets()) == model.evaluate(*tokens_and_targets())
         with pytest.raises(ValueError, match="'norm.bias' is missing"):
             other.load({name: a for name, a in state.items() if name != "norm.bias"})
-        other.free()
-        model.free()
-    mesh.free()
 
 
 @pytest.mark.parametrize("master", [None, "float32"])
@@ -163,9 +151,6 @@ def test_16_bits_with_and_without_masters(comm, master):
     for name, a in model.gradients().items():
         b = gradients[name]
         assert np.linalg.norm(a / 128.0 - b) <= 0.02 * np.linalg.norm(b), name
-    model.free()
-    exact.free()
-    mesh.free()
 
 
 def test_a_step_sets_gradients_to_zero_and_a_pipeline_leaves_that_to_the_caller():
@@ -182,5 +167,3 @@ def test_a_step_sets_gradients_to_zero_and_a_pipeline_leaves_that_to_the_caller(
         pipeline.step(lambda micro: x, lambda micro, y: x)
         found.append(pipeline.gradients()["layers.0.mlp.up.bias"])
     assert np.array_equal(2 * found[0], found[1]) and found[0].any()
-    for one in (model, pipeline, mesh):
-        one.free()

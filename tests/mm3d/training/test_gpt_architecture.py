@@ -44,7 +44,6 @@ def test_losses_and_gradients_are_those_of_one_rank(comm, number):
                   **options)
     assert list(found) == list(expected)
     assert not differences(found, expected), (mesh, name)
-    mesh.free()
 
 
 def test_the_loss_is_that_of_its_definition():
@@ -63,8 +62,6 @@ def test_the_loss_is_that_of_its_definition():
     expected = -np.take_along_axis(logits, targets[..., None], -1).mean()
     assert "positions.weight" not in state
     assert model.step(tokens, targets) == pytest.approx(expected, rel=1e-13)
-    model.free()
-    mesh.free()
 
 
 # --- What is stated, and what is refused ----------------------------------------------------

@@ -66,7 +66,6 @@ def test_losses_and_gradients_are_those_of_one_rank(comm, number):
         found = train(mesh, sizes=sizes_of(name, seq), context_way=way, **more)
         wrong = differences(found, expected, 1e-12, 1e-12)
         assert not wrong, (mesh, name, way, wrong)
-    mesh.free()
 
 
 # --- What is moved and multiplied -----------------------------------------------------------
@@ -101,8 +100,6 @@ def test_words_are_those_of_the_closed_form(comm, way):
             words = comm.allreduce(found[key].words)
             assert words == data * sum(one.words for one in both), (where, key)
             assert found[key].calls == sum(one.calls for one in both), (where, key)
-        model.free()
-        mesh.free()
 
 
 @pytest.mark.parametrize("way", ["gather", "ring"])

@@ -45,8 +45,6 @@ def test_central_differences(comm, kind):
         slope, expected = (losses[0] - losses[1]) / (2 * h), np.vdot(p.grad, way)
         size = np.linalg.norm(p.grad) * np.linalg.norm(way)
         assert abs(slope - expected) <= 1e-7 * size + 1e-10, p.name
-    model.free()
-    mesh.free()
 
 
 LAYERS = SIZES | dict(layers=4)
@@ -64,7 +62,6 @@ def test_schedules_stages_and_recomputation_are_equal_to_the_bit(comm, kind, nam
     if comm.rank == 0:
         alone = mm3d.Mesh(comm.Split(0), 1, "serial")
         expected = train(alone, **kind)
-        alone.free()
     else:
         comm.Split(1)
         expected = None
@@ -77,7 +74,6 @@ def test_schedules_stages_and_recomputation_are_equal_to_the_bit(comm, kind, nam
         again = ("none", "full", "selective")[number % 3]
         found = train(mesh, **kind, schedule=schedule, recompute=again)
         assert not different(found, expected), number
-    mesh.free()
 
 
 # By ranks: meshes, and GPTs on them, in which gradients come about in other ways.
@@ -110,8 +106,6 @@ def test_nothing_is_left_of_the_gradients_before_a_step(comm):
             found.append(model.gradients())
         assert not different(*found), (where, options)
         assert all(a.any() for name, a in found[0].items() if ".experts." not in name)
-        model.free()
-        mesh.free()
 
 
 @pytest.mark.ranks(2)
@@ -137,8 +131,6 @@ def test_what_is_written_to_gradients_before_a_step_is_counted_once(comm, zero, 
         lent = [p.empty_gradient(p.grad.shape, p.grad.dtype) is p.grad for p in pipeline.trained]
     assert not any(p.grad.any() for p in pipeline.trained)
     assert all(lent) if zero == 0 else zero == 1 or not any(lent)
-    pipeline.free()
-    mesh.free()
 
 
 @pytest.mark.ranks(slow=(4,))
@@ -151,7 +143,6 @@ def test_a_tied_table_on_stages_of_different_grids(comm):
         expected = expected or found
         for name, a in expected.items():
             assert np.allclose(found[name], a, rtol=1e-10, atol=1e-13), (grids, name)
-        mesh.free()
 
 
 def torch_loss(torch, state, tokens, targets, heads, smoothing, z):
@@ -198,5 +189,3 @@ def test_pytorch_computes_the_same(comm, kind):
     for name, a in found.items():
         error = np.linalg.norm(a - gradients[name]) / np.linalg.norm(gradients[name])
         assert error <= 1e-11, name
-    model.free()
-    mesh.free()

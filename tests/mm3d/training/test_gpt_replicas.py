@@ -5,7 +5,6 @@ import pytest
 
 import mm3d
 from gpts import SIZES, tokens_and_targets
-from mm3d.training.hops import layout_blocks, transfers
 
 
 @pytest.mark.ranks(4)
@@ -28,33 +27,17 @@ def test_words_along_replicas_are_those_that_the_stages_of_zero_say(comm):
         words = comm.allreduce(sum(one.words for (c, _), one in model.traffic().items()
                                    if c == "d"))
         assert words == 3 * ((k if zero > 1 else 1) * gradients + gathered), (zero, tied)
-        model.free()
-    mesh.free()
 
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("options", [{}, {"data": 2}])
-def test_who_exchanges_what_of_a_tied_table_is_computed_before_the_steps(comm, options,
-                                                                         monkeypatch):
+def test_who_exchanges_what_is_not_computed_again_in_each_step(comm, options, monkeypatch):
     mesh = mm3d.Mesh(comm, stages=2, scheme="serial" if options else "1d", **options)
     model = mm3d.GPT(mesh, **SIZES, zero=len(options))
 
-    def refuse(*_):
+    def refuse(*_, **__):
         raise AssertionError("computed in a step")
-    monkeypatch.setattr("mm3d.training.tied.transfers", refuse)
+    model.step(*tokens_and_targets(SIZES))
+    monkeypatch.setattr("mm3d.training.hops.transfers", refuse)
     for step in range(2):
         model.step(*tokens_and_targets(SIZES, step))
-    model.free()
-    mesh.free()
-
-
-@pytest.mark.parametrize("scheme, sizes, copies", [
-    ("3d", [(2, 2, 1), (1, 2, 2)], 2), ("1d", [(4,), (4,)], 2), ("faces", [(2, 2, 1)] * 2, 2),
-    ("2.5d", [(1, 1, 4), (2, 2, 1)], 4 + 1), ("serial", [(1,), (1,)], 2)])
-def test_tied_words_are_those_of_the_blocks(scheme, sizes, copies):
-    """All ranks of a stage together receive the table, as often as they hold it."""
-    kind = mm3d.SCHEMES[scheme]
-    grids = [kind.grid_shape(one) for one in sizes]
-    first, last = (layout_blocks(mm3d.Layout(kind.down_weight), grid, (17, 12)) for grid in grids)
-    both = [*transfers(first, last), *transfers(last, first)]
-    assert sum(one.words for one in both) == copies * 17 * 12

@@ -21,7 +21,6 @@ def test_stages_are_the_slowest_direction(comm):
     assert list(mesh.scheme.grid.coords.values()) == (
         [0, 0, mesh.place] if mesh.stage else [mesh.place, 0, 0])
     assert mesh.scheme.grid["x"].size == (1 if mesh.stage else share)
-    mesh.free()
 
 
 @pytest.mark.ranks(4, slow=(8,))
@@ -41,7 +40,6 @@ def test_replicas_are_the_slowest_direction(comm):
         ranks = np.array([float(mesh.replica), 1.0])
         assert found["r"].all_reduce(found["d"].all_reduce(ranks)).tolist() == [
             data * (data - 1) / 2, data]
-        mesh.free()
 
 
 def grids(*arguments, scheme="3d"):

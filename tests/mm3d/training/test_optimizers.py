@@ -283,8 +283,6 @@ def test_clipped_steps_have_the_same_bits_on_every_mesh(comm, kind):
         expected = plain.values()
         for name, a in model.state().items():
             assert np.array_equal(a, expected[name].reshape(a.shape)), (stages, scheme, name)
-        model.free()
-        mesh.free()
 
 
 @pytest.mark.ranks(4)
@@ -299,8 +297,6 @@ def test_a_step_of_sgd_after_a_pipeline_is_that_after_one_stage(comm):
     for p in model.parameters:
         step = expected[p.name] * p.master.dtype.type(0.5)
         assert np.array_equal(p.master, before[p.name] - step), p.name
-    model.free()
-    mesh.free()
 
 
 # --- Loss scaling ----------------------------------------------------------------------------
@@ -346,8 +342,6 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(comm, clip):
         assert optimizer.steps == 0 and model.loss_scale == scale
     set_gradients(model, 2)
     assert optimizer.step() and optimizer.steps == 1
-    model.free()
-    mesh.free()
 
 
 def test_an_overflow_that_no_factor_of_the_loss_prevents_is_named():

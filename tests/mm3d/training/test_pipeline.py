@@ -42,7 +42,6 @@ def test_gradients_are_those_of_one_stage_to_the_bit(comm, number, names):
     expected = run_one_stage(mesh.scheme)
     for name, schedule in schedules(stages, names).items():
         compare(mesh, name, schedule, expected, SIZES)
-    mesh.free()
 
 
 @pytest.mark.ranks(slow=(4,))
@@ -52,7 +51,6 @@ def test_two_chunks_on_each_of_four_stages(comm):
     expected = run_one_stage(mesh.scheme, sizes)
     for name in ("interleaved:2", "zb-v"):
         compare(mesh, name, build(name, 4, M), expected, sizes)
-    mesh.free()
 
 
 def compare(mesh, name: str, schedule, expected, sizes) -> None:
@@ -69,7 +67,6 @@ def compare(mesh, name: str, schedule, expected, sizes) -> None:
     assert comm.allreduce(pipeline.traffic()["s", "send"].words) == words, name
     assert words_inside(mesh) == words_of_layers(pipeline, scheme), name
     compare_forward(pipeline, expected, words, name)
-    pipeline.free()
 
 
 def hop_words(pipeline) -> int:
@@ -123,8 +120,6 @@ def test_turns_inside_a_rank_send_nothing(comm):
         sent = comm.allreduce(pipeline.hops.traffic.messages)
         hops = {"loop": schedule.stage_count - 1, "vee": 2}[shape(schedule)]
         assert sent == 2 * M * hops, name
-        pipeline.free()
-    mesh.free()
 
 
 @pytest.mark.ranks(4, slow=(8,))
@@ -140,8 +135,6 @@ def test_different_grids_in_different_stages(comm):
         assert np.allclose(a, expected[key], rtol=1e-9, atol=1e-9), key
     words = hop_words(pipeline)
     assert comm.allreduce(pipeline.hops.traffic.words) == words
-    pipeline.free()
-    mesh.free()
 
 
 @pytest.mark.ranks(2, slow=(4,))
@@ -158,8 +151,6 @@ def test_with_recomputation(comm, again):
         pipeline.reset_traffic()
         assert not differing(run_pipeline(pipeline), expected), name
         assert words_inside(mesh) == (words_of_layers(pipeline, "3d") if comm.size > 2 else {})
-        pipeline.free()
-    mesh.free()
 
 
 @pytest.mark.ranks(1, 2)
@@ -178,8 +169,6 @@ def test_state_has_the_names_and_values_of_one_stage(comm):
             p.value[...] = 0
         pipeline.load(expected)
         assert not differing(pipeline.state(), expected)
-        pipeline.free()
-    mesh.free()
 
 
 @pytest.mark.ranks(2)
@@ -196,8 +185,6 @@ def test_states_that_do_not_fit_are_refused_on_all_ranks(comm):
         with pytest.raises(ValueError, match=said):
             pipeline.load(wrong)
     assert not differing(pipeline.state(), state)
-    pipeline.free()
-    mesh.free()
 
 
 WRONG = "F0 F1 BW0 BW1\nF0 BW1 F1 BW0\n"
@@ -226,4 +213,3 @@ def test_what_does_not_fit_is_named_on_all_ranks_before_messages(comm, changed, 
     arguments = {"schedule": "1f1b", **SIZES, "microbatches": M} | changed
     with all_refuse(comm, said, error):
         mm3d.Pipeline(mesh, **arguments)
-    mesh.free()

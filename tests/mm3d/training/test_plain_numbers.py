@@ -46,8 +46,6 @@ def train(kind, convert, experts: bool, convert_rate=lambda rate: rate) -> tuple
         optimizer.lr = convert_rate(optimizer.lr / 2)
         optimizer.step()
     found = losses, everything(model, optimizer), optimizer.numbers()
-    model.free()
-    model.mesh.free()
     return found
 
 
@@ -99,8 +97,6 @@ def test_a_scale_of_the_loss_that_the_caller_sets():
         model.loss_scale = scale
         model.step(*TOKENS[0])
         found.append(model.gradients())
-        model.free()
-        model.mesh.free()
     assert same(*found)
 
 

@@ -78,8 +78,6 @@ def test_a_rank_with_another_argument_of_a_model_or_an_optimizer_is_named(comm, 
             change = change | {"microbatches": 2} if name == "schedule" else change
         call = "GPT" if kind == "Pipeline" else kind
         refused(comm, lambda: make(**change), rf"{call}: .*\b(microbatches|{name}) \(.* on rank 1")
-    model.free()
-    scheme.grid.free()
 
 
 @pytest.mark.ranks(2)
@@ -94,7 +92,6 @@ def test_a_rank_that_makes_another_call_or_refuses_is_named(comm, mesh):
                         (mm3d.AdamW, {"betas": (1, 1)}), (mm3d.SGD, {"momentum": 2})):
         refused(comm, lambda: kind(model, **{"lr": 0.1} | (wrong if comm.rank else {})),
                 f"{kind.__name__}: .*refused on rank 1: {[*wrong][0]}=")
-    model.free()
 
 
 @pytest.mark.ranks(2)
@@ -104,7 +101,6 @@ def test_an_optimizer_that_one_rank_holds_longer_is_no_difference(comm, mesh):
     if comm.rank:
         held.clear()
     assert np.isfinite(model.evaluate(*tokens_and_targets()))
-    model.free()
 
 
 @pytest.mark.ranks(2)
@@ -121,7 +117,6 @@ def test_types_that_do_not_matter_are_the_same(comm, mesh):
     model.step(tokens, targets)
     grid = (1, 1, 1) if comm.rank else None
     mm3d.Mesh(comm, data=2, grid=grid).free()
-    model.free()
 
 
 @pytest.mark.ranks(2, 4, first=(4,))
@@ -158,8 +153,6 @@ def test_other_tokens_targets_and_rates_end_a_step_on_all_ranks(comm, options, e
         assert model.dropout_step == 0    # refused before it began
     assert all(np.array_equal(a, before[name]) for name, a in model.state().items())
     assert np.isfinite(model.step(tokens, targets))
-    model.free()
-    mesh.free()
 
 
 MESHES = pytest.mark.parametrize("options", [
@@ -188,8 +181,6 @@ def test_tokens_that_one_rank_refuses_end_a_step_on_all_ranks_before_it_begins(c
             "step: refused on rank 1: all targets are -1")
     assert model.dropout_step == 1
     assert all(np.array_equal(a, before[name]) for name, a in model.gradients().items())
-    model.free()
-    mesh.free()
 
 
 @pytest.mark.ranks(2)
@@ -215,8 +206,6 @@ def test_ranks_that_make_different_calls_are_told_which(comm, options, tmp_path)
             refused(comm, another if comm.rank else call,
                     rf"different calls \({name} on rank 0, {other} on rank 1\)")
     assert all(np.array_equal(a, state[name]) for name, a in model.state().items())
-    model.free()
-    mesh.free()
 
 
 @pytest.mark.ranks(2)
@@ -234,7 +223,6 @@ def test_an_optimizer_that_exchanges_anything_compares_its_numbers_with_it(comm,
         setattr(optimizer, name, usual)
     assert all(np.array_equal(a, before[name]) for name, a in model.state().items())
     assert optimizer.steps == 0 and model.loss_scale == scale and optimizer.step()
-    model.free()
 
 
 @pytest.mark.ranks(2)
@@ -247,7 +235,6 @@ def test_a_rank_that_alone_changes_the_biases_of_routers_is_named(comm, mesh):
             r"different calls \(step on rank 0, update_biases on rank 1\)")
     for name, a in model.state().items():
         assert np.array_equal(a, before[name]), name
-    model.free()
 
 
 class CountingComm:
@@ -274,7 +261,6 @@ def test_what_a_step_exchanges_over_all_ranks(comm, mesh):
         assert counted.counts == {"Allreduce": 1, "Allgather": 1}
         optimizer.step()
         assert counted.counts == {"Allreduce": 1 + more, "Allgather": 1}
-    model.free()
 
 
 @pytest.mark.ranks(2)
@@ -300,7 +286,6 @@ def test_other_arrays_are_not_loaded(comm, mesh):
         load({one: a.tolist() for one, a in own.items()} if comm.rank else own)
     refused(comm, model.state if comm.rank else model.gradients,
             "different calls .gradients on rank 0, state on rank 1")
-    model.free()
 
 
 def test_texts_and_checksums():

@@ -31,8 +31,6 @@ def train(mesh: mm3d.Mesh, sizes: dict) -> dict[str, np.ndarray]:
     losses.append(model.evaluate(tokens, tokens))
     found = {f"new {name}": a for name, a in model.state().items()}
     model.load(model.state())
-    model.free()
-    mesh.free()
     return found | gradients | {"losses": np.array(losses)}
 
 
@@ -70,4 +68,3 @@ def test_a_model_of_experts_whose_ranks_have_no_feature(comm):
             dx, operands = model.backward_input(y, saved)
             model.backward_weights(operands)
         assert dx.shape == y.shape == (1, 2, int(comm.rank == 0))
-    scheme.grid.free()

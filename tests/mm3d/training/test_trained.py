@@ -36,8 +36,6 @@ def test_each_element_is_counted_once(comm, stages, scheme, grid):
     found = coverage(model)
     assert len(found) == 12 * SIZES["layers"]
     assert all((times == 1).all() for times in found.values())
-    model.free()
-    mesh.free()
 
 
 @pytest.mark.ranks(4)

@@ -69,4 +69,3 @@ def test_losses_and_gradients_are_those_of_one_rank(comm, number):
             assert not differences(one, expected), (options, case)
         for one, other in ((1, 0), (3, 2), (2, 0))[:2 + (microbatches == 1)] * replicas:
             assert not different(found[one], found[other]), (one, other)
-    mesh.free()

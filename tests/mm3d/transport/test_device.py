@@ -47,7 +47,6 @@ def test_every_collective_even_and_uneven(comm, carried):
     assert comm.size == 1 or grid.x.transport.name == carried
     assert selftest.failed_collectives(grid, (1, 700), ("float16",)) == []
     assert grid.x.all_reduce(grid.backend.empty((4, 0), "float32")).shape == (4, 0)
-    grid.free()
 
 
 @pytest.mark.ranks(1, 4, slow=(8,), first=(1, 4))
@@ -157,7 +156,6 @@ def test_what_goes_on_arrives(comm, carried):
         assert np.array_equal(library.to_host(pending.wait()), expected), (dim, extent)
         assert np.array_equal(library.to_host(arriving.wait()), terms[0]), (dim, extent)
         assert pending.wait() is pending.out
-    grid.free()
 
 
 @pytest.mark.ranks(1, 2, first=(1, 2))
@@ -206,7 +204,6 @@ def test_sixteen_bits_travel_as_they_are_and_are_summed_in_float32(comm, carried
             assert found.dtype == dtype and set(found.astype(float).tolist()) == {large + 4}
     found = grid.backend.to_host(grid.x.all_gather(term)).astype(float)
     assert np.array_equal(found, np.repeat([large, 1, 1, 1], length))
-    grid.free()
 
 
 def test_pinned_memory_is_kept_until_it_has_been_copied(cupy):
@@ -499,4 +496,3 @@ def test_where_the_host_carries_messages_there_is_no_graph(comm, carried):
     else:
         with pytest.raises(ValueError, match=f"MM3D_TRANSPORT={carried}: choose nccl, or one"):
             grid.graph(lambda: 3)
-    grid.free()

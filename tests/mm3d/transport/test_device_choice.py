@@ -40,14 +40,12 @@ def test_a_gpu_each_whatever_the_launcher_says(comm, monkeypatch, no_backends, v
     mesh = mm3d.Mesh(comm, data=2, scheme="1d", backend="cupy")
     assert mesh.scheme.grid.backend is backend.get("cupy")
     assert comm.allgather(backend.get("cupy").gpu) == order
-    mesh.free()
     grid = mm3d.Grid(comm, "cupy", x=4)
     assert comm.allgather(grid.backend.gpu) == order
     term = grid.backend.asarray(np.full(3, comm.rank, "float32"))
     assert grid.backend.to_host(grid.x.all_reduce(term)).tolist() == [6] * 3
     with pytest.raises(ValueError, match="has arrays on GPU") if comm.rank else nullcontext():
         grid.backend.choose_device(0, math.inf)
-    grid.free()
 
 
 @pytest.mark.ranks(4)
@@ -77,7 +75,6 @@ def test_what_a_launcher_says_yields_to_mpi_in_the_world_alone(comm, monkeypatch
     grid = mm3d.Grid(comm, "cupy", x=4)
     whole = comm.size == MPI.COMM_WORLD.size
     assert comm.allgather(grid.backend.gpu) == ([0, 1, 2, 3] if whole else [0] * 4)
-    grid.free()
 
 
 @pytest.mark.parametrize("order", ["0,1", "0,1,2,2", "0,1,2,4", "a", "0,1,2,-1", "3,2,1,0,", ","])

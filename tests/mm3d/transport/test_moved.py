@@ -134,7 +134,6 @@ def test_exchanges_bring_what_the_transport_states(comm, cupy, monkeypatch, kind
                 assert found.moved == pytest.approx(found.words, rel=1e-3)
                 large = True
     assert large
-    grid.free()
 
 
 class Received:
@@ -174,7 +173,6 @@ def test_nccl_states_what_arrives_but_of_its_sums(comm, cupy, monkeypatch, dtype
             summed += calls.sums
     assert bool(summed) == (dtype == "float32")
     grid.x.transport.group = group
-    grid.free()
 
 
 @pytest.mark.ranks(3)
@@ -239,7 +237,6 @@ def test_a_run_records_what_its_transport_moved(comm, monkeypatch, tmp_path, kin
         assert 0 < moved.sum() != words.sum()
     text = render(merit.run_parts(read), "text")
     assert f"moved by transport {kind}" in text and f"What it moves, {kind}: " in text
-    scheme.grid.free()
 
 
 def test_every_transport_has_its_note():

@@ -69,7 +69,6 @@ def test_products_copy_nothing(comm, options, gathers):
         axis.transport = Counting(axis.transport, copied)
     model.backward(dy, model.forward(x)[1])
     assert copied == {"all_gather": 1 + gathers, "reduce_scatter": 1}
-    scheme.grid.free()
 
 
 @pytest.mark.ranks(4, slow=(8,))
@@ -265,7 +264,6 @@ def test_no_object_is_pickled_after_the_start(comm, monkeypatch, way):
         model.backward(dy, model.forward(x)[1])
     finally:
         MPI.pickle.__init__()
-    scheme.grid.free()
 
 
 @pytest.mark.ranks(4)

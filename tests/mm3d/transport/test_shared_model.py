@@ -35,7 +35,6 @@ def test_a_step_on_several_nodes_equals_serial(comm, monkeypatch, node_size, gri
     model = mm3d.Transformer(scheme, **SIZES["uneven"], dtype="float64", causal=True)
     results = train(model, *data(**SIZES["uneven"]), steps=1)
     assert not differences(model, results, serial("uneven", True, 1), 1e-12, 1e-11)
-    scheme.grid.free()
 
 
 @pytest.mark.ranks(8)
@@ -52,7 +51,6 @@ def test_steps_after_the_second_make_no_new_region(comm, options):
         model.backward(dy, model.forward(x)[1])
         regions.append([len(memory.regions) for memory in memories])
     assert min(regions[1]) > 0 and regions[1:] == regions[1:2] * 4
-    scheme.grid.free()
 
 
 def trained(comm, monkeypatch, grid: tuple[int, int, int], backward: bool,
@@ -87,7 +85,6 @@ def trained(comm, monkeypatch, grid: tuple[int, int, int], backward: bool,
                 model.load({name: (step + 2) * a for name, a in state.items()})
             late or comm.Barrier()
     found += [p.grad.copy() for p in model.parameters]
-    scheme.grid.free()
     return found
 
 

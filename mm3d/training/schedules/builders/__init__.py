@@ -45,7 +45,7 @@ def build(name: str, ranks: int, microbatches: int, **conditions: Any) -> Schedu
         A builder gets the ones that it has a parameter for: ``chunks`` a rank; ``times`` of its
         stages (`mm3d.training.schedules.times.Times`), a limit of ``memory`` and the share
         ``kept`` for the gradient of the weights, as in
-        `mm3d.training.schedules.memory.peak_in_flight`.
+        `mm3d.training.schedules.clock.peak_in_flight`.
 
     Raises
     ------

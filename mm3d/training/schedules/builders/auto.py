@@ -1,8 +1,7 @@
 """Search for the best schedule for given times and memory."""
 
 from mm3d.training.schedules.builders.loops import one_f_one_b, zb_h1, zb_h2
-from mm3d.training.schedules.clock import clock
-from mm3d.training.schedules.memory import peak_in_flight
+from mm3d.training.schedules.clock import clock, peak_in_flight
 from mm3d.training.schedules.schedule import Schedule, builder
 from mm3d.training.schedules.search import Limit, search
 from mm3d.training.schedules.times import Exact, Times, exact

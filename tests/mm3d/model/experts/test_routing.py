@@ -6,7 +6,7 @@ import pytest
 
 from mm3d.arrays import backend
 from mm3d.model.experts.balance import balance_loss, shares, z_loss
-from mm3d.model.experts.capacity import capacity_of, counts, kept, positions
+from mm3d.model.experts.token_order import capacity_of, counts, kept, positions
 from mm3d.model.experts.gates import Choice, choose, gates_backward
 from mm3d.model.experts.options import GATES
 from mm3d.model.experts.layer import Experts
