@@ -39,13 +39,6 @@ def add_pipeline(parser: argparse.ArgumentParser, batch: str) -> None:
         add_fields(parser, Division, names, given, lambda name: f"default {said[name]}", before)
 
 
-def add_hide_sums(parser: argparse.ArgumentParser) -> None:
-    """Add ``--hide-sums``, an assumption on what goes on behind computing."""
-    parser.add_argument("--hide-sums", action="store_true", help=(
-        "with a whole training: assume that sums over replicas go on behind backward, and gathers "
-        "behind forward, as far as these take longer (default: a step waits for both)"))
-
-
 def add_inside(parser: argparse.ArgumentParser, before: str = "") -> None:
     """Add ``--inside``, the direction of a mesh that lies inside nodes."""
     parser.add_argument("--inside", metavar="AXIS", help=(

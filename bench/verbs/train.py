@@ -66,7 +66,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     expert_options.add_expert_parallel(parser)
     config_options.add_fields(parser, Plan, FIELDS, dict.fromkeys(FIELDS), default_of,
                               renamed=OPTIONS)
-    options.add_untied(parser)
+    options.add(parser, "untied")
     pipeline_options.add_inside(parser)
     add_course(parser)
     parser.add_argument("--sample", type=options.whole(1), metavar="N",
@@ -77,8 +77,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "instead, train the same steps on one rank and on a list of meshes of these ranks, and "
         "compare losses, gradients and weights, and with --experts which experts were chosen and "
         "what was dropped; fail where they differ; options that choose one mesh are refused"))
-    options.add_pictures(parser)
-    measuring.add_out(parser)
+    options.add(parser, "pictures")
+    measuring.add(parser, "out")
     measuring.add_stall(parser)
 
 
