@@ -35,13 +35,7 @@ def add_stall(parser: argparse.ArgumentParser) -> None:
 
 
 def add_limits(parser: argparse.ArgumentParser, said: Callable[[str], str]) -> None:
-    """Add the options that limit repetitions, for `limits_of`.
-
-    Parameters
-    ----------
-    said : callable
-        Returns, for a name of `LIMITS`, the text of the help on its default.
-    """
+    """Add the options that limit repetitions; `said` tells the default of each in its help."""
     for name, kind, letter, about in (
             ("repetitions", whole(1), "N", "repeat at least this often"),
             ("max_repetitions", whole(1), "N", "repeat at most this often"),

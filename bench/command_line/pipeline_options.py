@@ -23,8 +23,6 @@ def add_pipeline(parser: argparse.ArgumentParser, batch: str) -> None:
 
     Parameters
     ----------
-    parser : ArgumentParser
-        The parser of a verb, which adds ``--data`` itself.
     batch : str
         The end of the sentence in the help about the batch.
     """

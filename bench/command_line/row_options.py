@@ -28,13 +28,7 @@ from mm3d.grid.shape import GridShape
 
 
 def add_rows(parser: argparse.ArgumentParser, preset: str | None = "laptop") -> None:
-    """Add the options that ``run`` and ``reproduce`` share.
-
-    Parameters
-    ----------
-    preset : str or None
-        The default preset; None for the best that the machine can.
-    """
+    """Add the options that ``run`` and ``reproduce`` share."""
     add_selection(parser, preset)
     measuring.add(parser, "out")
     _add_steps(parser)

@@ -293,12 +293,8 @@ def report_end(log: Journal, reproduction: Reproduction, progress: RowProgress,
 
     Parameters
     ----------
-    log : Journal
-        The journal of the folder of results.
     progress : RowProgress
         The rows that this process has measured, and those that failed or were left out.
-    stopped : Stopped or None
-        The signal that ended it early, if any.
     spare : dict of str to str
         Titles and names of the rows that may be left out for lack of memory.
     """

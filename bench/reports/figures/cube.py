@@ -16,11 +16,6 @@ STRIP_INCHES = 8.0    # of a frame's width
 def draw_story(path: str | Path, frames: Frames) -> Path:
     """Draw all frames of a product: one after another in a .gif, else in one picture.
 
-    Parameters
-    ----------
-    path : path
-        The picture to write; a .png, .svg, .pdf or .gif.
-
     Raises
     ------
     UsageError
