@@ -5,5 +5,4 @@ SCHEMAS = {
         "verified": True,
         "positive": "samples",
         "settings": "dtype transport",
-        "variables": {"samples": "work phase repetition"},
-        "labels": {"phase": [["forward", "backward"]]}}}
+        "variables": {"samples": "work phase repetition"}}}

@@ -32,9 +32,7 @@ SCHEMAS = {
             "waited_shrink"),
         "variables": {"samples": "plan link phase repetition", "work": "plan phase"},
         "optional": {"predicted": "plan link phase kind", "software": "plan phase repetition"},
-        "labels": {
-            "kind": [["work", "links"]],
-            "phase": [["forward", "backward"]]}}}
+        "labels": {"kind": [["work", "links"]]}}}
 
 
 @dataclass(frozen=True)
