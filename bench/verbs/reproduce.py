@@ -132,13 +132,7 @@ def measure_round(arguments: argparse.Namespace, cases: list[Case], wanted: dict
     progress = RowProgress(len(cases), len(finished))
     announce_start(progress, arguments.preset, log.folder, reproduction)
     left = [one for one in shuffle_cases(cases, reproduction.order) if one.name not in finished]
-    stopped = None
-    try:
-        measure_cases(left, run_options(arguments, log.folder, reproduction.order), progress)
-    except Stopped as error:
-        stopped = error
-    finally:
-        progress.close()
+    stopped = measure_cases(left, run_options(arguments, log.folder, reproduction.order), progress)
     return report_end(log, reproduction, progress, stopped,
                       {one.title: one.name for one in cases if one.row.like},
                       arguments)

@@ -39,32 +39,37 @@ class ShownProgress(Protocol):
     def row(self, line: str) -> None:
         """Show a line that ends a row; it begins with one of `OUTCOMES`."""
 
+    def close(self) -> None:
+        """Show no more."""
 
-def measure_cases(cases: list[Row], options: list[str], progress: ShownProgress) -> None:
-    """Measure `cases`, a job for each rank count.
+
+def measure_cases(cases: list[Row], options: list[str],
+                  progress: ShownProgress) -> Stopped | None:
+    """Measure `cases`, a job for each rank count; return the signal that asked for an end, if any.
 
     Parameters
     ----------
     cases : list of Case, or of TrainingCase
         The cases, in the order in which they are measured.
     progress : ShownProgress
-        Is shown every line of the jobs.
-
-    Raises
-    ------
-    Stopped
-        When a signal asks for an end; the job that was running is over then.
+        Is shown every line of the jobs, and closed.
     """
     def stop(number: int, frame: Any) -> None:
         raise Stopped(number)
     handlers = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        for ranks in dict.fromkeys(one.ranks for one in cases):
-            progress.say(f"starting {ranks} ranks")
-            measure_in_jobs([one for one in cases if one.ranks == ranks], options, progress)
+        try:
+            for ranks in dict.fromkeys(one.ranks for one in cases):
+                progress.say(f"starting {ranks} ranks")
+                measure_in_jobs([one for one in cases if one.ranks == ranks], options, progress)
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+    except Stopped as stopped:    # the job that was running is over
+        return stopped
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        progress.close()
+    return None
 
 
 def job_command(job: Iterable[Row], options: list[str]) -> list[str]:
