@@ -5,4 +5,5 @@ SCHEMAS = {
         "verified": True,
         "positive": "samples",
         "settings": "dtype transport",
-        "variables": {"samples": "work phase repetition"}}}
+        "variables": {"samples": "work phase repetition"},
+        "labels": {"phase": [["forward", "backward"]]}}}

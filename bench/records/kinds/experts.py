@@ -28,7 +28,9 @@ SCHEMAS = {
             "bandwidth": "routing", "dropped_share": "routing", "entropy": "routing",
             "part_seconds": "routing phase part bound", "ratio": "routing kind bound",
             "seconds": "routing kind bound", "share_of_one_product": "routing bound"},
-        "labels": {"kind": [KINDS[:count] for count in (3, 5, 6)]}}}
+        "labels": {
+            "kind": [KINDS[:count] for count in (3, 5, 6)],
+            "phase": [["forward", "backward"]]}}}
 
 
 def derive(record: Measurements) -> Derived:

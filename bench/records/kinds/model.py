@@ -10,6 +10,7 @@ from mm3d import ModelSizes
 from mm3d.grid.axis import COLLECTIVES
 from mm3d.model import cost
 
+BOTH = {"phase": [["forward", "backward"]]}
 COUNTED = "phase rank axis collective"
 MACHINE = ("gemm_alone gemm_together memory_alone memory_together last_level_caches memory_arrays "
            "ranks_at_work")
@@ -42,7 +43,8 @@ SCHEMAS = {
         "variables": {
             "bytes": COUNTED, "calls": COUNTED, "expected_words": "phase axis collective",
             "messages": COUNTED, "words": COUNTED},
-        "optional": {"moved": COUNTED}},
+        "optional": {"moved": COUNTED},
+        "labels": BOTH},
     "model.machine": {
         "positive": MACHINE,
         "optional": dict.fromkeys(MACHINE.split(), "")},
@@ -58,18 +60,21 @@ SCHEMAS = {
         "complete": "seconds",
         "spent": "seconds",
         "variables": {"seconds": "repetition phase rank part"},
-        "optional": dict.fromkeys(("bytes", "calls", "flops"), "phase rank part")},
+        "optional": dict.fromkeys(("bytes", "calls", "flops"), "phase rank part"),
+        "labels": BOTH},
     "model.predicted": {
         "variables": {"seconds": "phase kind"},
-        "labels": {"kind": [["work", "links"]]}},
+        "labels": BOTH | {"kind": [["work", "links"]]}},
     "model.software": {
         "positive": "samples",
-        "variables": {"samples": "phase repetition"}},
+        "variables": {"samples": "phase repetition"},
+        "labels": BOTH},
     "model.waits": {
-        "variables": dict.fromkeys(("counted", "modelled", "overlapped", "slept"),
-                                   "phase rank")},
+        "variables": dict.fromkeys(("counted", "modelled", "overlapped", "slept"), "phase rank"),
+        "labels": BOTH},
     "model.wire": {
-        "variables": {"least": "phase axis", "received": "phase node", "sent": "phase node"}}}
+        "variables": {"least": "phase axis", "received": "phase node", "sent": "phase node"},
+        "labels": BOTH}}
 
 
 def derive(record: Measurements) -> Derived:

@@ -32,7 +32,9 @@ SCHEMAS = {
             "waited_shrink"),
         "variables": {"samples": "plan link phase repetition", "work": "plan phase"},
         "optional": {"predicted": "plan link phase kind", "software": "plan phase repetition"},
-        "labels": {"kind": [["work", "links"]]}}}
+        "labels": {
+            "kind": [["work", "links"]],
+            "phase": [["forward", "backward"]]}}}
 
 
 @dataclass(frozen=True)
