@@ -11,17 +11,7 @@ Made = TypeVar("Made")
 
 
 def agree(problem: str | None, comm: Any, error: type[Exception] = UsageError) -> None:
-    """Raise `error` on every rank if one has a problem.
-
-    Parameters
-    ----------
-    problem : str or None
-        This rank's problem; empty or None without one.
-    comm : mpi4py.MPI.Intracomm
-        The ranks; each calls this.
-    error : type of exception
-        Its message is the problem of the first rank that has one.
-    """
+    """Raise `error`, with the first problem found, on every rank if one has a problem."""
     found = next(filter(None, comm.allgather(problem)), None)
     if found:
         raise error(found)
@@ -53,10 +43,6 @@ def make_on_rank_0(make: Callable[[], Made], comm: Any,
 
     Parameters
     ----------
-    make : callable
-        Its result stays on rank 0.
-    comm : mpi4py.MPI.Intracomm
-        The ranks; each calls this.
     wait : callable, optional
         Called with `comm` on every rank before rank 0 broadcasts its problem, such as
         `mm3d.launcher.wait_patiently` where `make` takes long.

@@ -15,8 +15,6 @@ def status_of(work: Callable[[], int], *known: type[Exception]) -> int:
 
     Parameters
     ----------
-    work : callable
-        Runs the command, and returns its exit status.
     *known : types of exceptions
         Further errors to report to the user, beside UsageError, StoreError, OSError and
         MemoryError.  All others are errors of the program and are not caught.

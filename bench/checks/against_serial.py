@@ -42,8 +42,6 @@ def tolerances(rounding: str, layers: int) -> tuple[float, float]:
     ----------
     rounding : str
         Precision of the numbers: the dtype, or "tf32" where products of float32 round to it.
-    layers : int
-        Number of layers of the model that is compared.
     """
     if rounding in TOLERANCES:
         return TOLERANCES[rounding]

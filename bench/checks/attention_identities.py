@@ -23,13 +23,7 @@ TF32_EXACT, TF32_IDENTITY = 4, 2
 
 
 def multiples(rounding: str) -> dict[str, int]:
-    """Return the multiple of eps that passes for each quantity.
-
-    Parameters
-    ----------
-    rounding : str
-        Precision of the products: the dtype, or "tf32".
-    """
+    """Return the multiple of eps that passes for each quantity, by the precision of products."""
     exact, identity = ((TF32_EXACT, TF32_IDENTITY) if rounding == "tf32" else
                        (EXACT, IDENTITY))
     return dict.fromkeys(SAMPLED, exact) | dict.fromkeys(IDENTITIES, identity)

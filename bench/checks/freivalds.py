@@ -79,10 +79,6 @@ def check_product(name: str, left: DistributedMatrix, right: DistributedMatrix,
     ----------
     left, right, result : DistributedMatrix
         A, B and C; every rank calls this with its own blocks.
-    seed : int
-        Seed of the random vector and of the choice of rows.
-    dtype : str
-        The dtype in which the product was computed.
     eps : float, optional
         Relative rounding error of the factors; that of `dtype` unless given.
 
@@ -108,15 +104,7 @@ def check_product(name: str, left: DistributedMatrix, right: DistributedMatrix,
 
 def require_passed(checks: list[Check], about: str = "",
                    error: type[Exception] = WrongResult) -> list[Check]:
-    """Return the checks; raise `error`, for the worst that did not pass, if there is one.
-
-    Parameters
-    ----------
-    checks : list of Check
-        The same on every rank.
-    about : str
-        What the message begins with.
-    """
+    """Return the checks; raise `error`, for the worst that did not pass, if there is one."""
     if message := describe_failed(checks, about):
         raise error(message)
     return checks

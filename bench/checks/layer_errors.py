@@ -25,11 +25,6 @@ SUMS = ("y in some rows", "dx in some rows")
 class LayerErrors(ArrayObserver):
     """Observe the layers of one step, and keep the error of each over its bound.
 
-    Parameters
-    ----------
-    seed : int
-        Seed of the random vectors and samples, which are the same on every rank.
-
     Attributes
     ----------
     errors : dict of str to float

@@ -40,8 +40,6 @@ def check_step(model: Any, x: Any, dy: Any, seed: int) -> list[Check]:
         In float32 or float64; its gradients are cleared first.
     x, dy : array
         This rank's blocks of the input and of the output's gradient.
-    seed : int
-        Seed of the random vectors and samples.
 
     Returns
     -------

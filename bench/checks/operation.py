@@ -81,12 +81,8 @@ def check_own_product(name: str, matrices: tuple[Array, Array, Array], seed: int
 
     Parameters
     ----------
-    name : str
-        Name of the product in messages and in the record.
     matrices : tuple of Array
         A, B and C, each whole on this rank.
-    seed : int
-        Seed of the random vector and of the choice of rows.
     eps : float, optional
         Relative rounding error of the factors; that of C's dtype unless given.
 

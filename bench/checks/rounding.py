@@ -11,16 +11,11 @@ from mm3d.arrays.numpy_backend import NumpyBackend
 
 
 class RoundedBackend(NumpyBackend):
-    """NumPy with products in TensorFloat-32.
+    """NumPy with products in TensorFloat-32, if `tf32`.
 
     Each result of an operation is rounded once to the type of the model, as in the kernels of a
     device; within an operation everything is float32.  It computes references alone and cannot be
     chosen by name.
-
-    Parameters
-    ----------
-    tf32 : bool
-        Whether the factors of float32 products are rounded to TensorFloat-32.
     """
 
     def __init__(self, tf32: bool = False) -> None:

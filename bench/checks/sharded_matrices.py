@@ -22,10 +22,6 @@ class ShardedMatrix:
     ----------
     block : array
         This rank's block.
-    layout : Layout
-        The layout of the global array.
-    shape : tuple of int
-        Global shape.
     grid : Grid
         The ranks; every method is collective.
     """

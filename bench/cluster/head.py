@@ -130,13 +130,7 @@ def build(cluster: Cluster, mpirun: tuple[str, str]) -> None:
 
 
 def write_commands(mpirun: tuple[str, str]) -> None:
-    """Write the commands that come first on PATH inside.
-
-    Parameters
-    ----------
-    mpirun : tuple of str
-        The path of the real mpirun, and the name of its MPI library.
-    """
+    """Write the commands that come first on PATH inside, for an mpirun and its MPI library."""
     from bench.cluster.mpirun import LIBRARY, REAL
     os.mkdir(FOLDER)
     real = "".join(f"{name}={shlex.quote(value)} "

@@ -13,14 +13,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def change_links(link: float | None) -> None:
-    """Set the rate of every link of this cluster, in both directions, from a rank on any node.
+    """Set the bit/s of all links of this cluster, None for no limit, from a rank on any node.
 
     Nothing should be on its way: what waits in the queues of links is lost, and sent again.
-
-    Parameters
-    ----------
-    link : float or None
-        Bit/s; None for no limit.
 
     Raises
     ------

@@ -31,8 +31,6 @@ def run_inside(cluster: Cluster, command: Sequence[str], **streams: int) -> int:
 
     Parameters
     ----------
-    command : sequence of str
-        The program and its arguments; it starts ``mpirun``.
     **streams
         ``stdin``, ``stdout``, ``stderr`` of `subprocess.Popen`, by default those of this process.
 

@@ -13,7 +13,7 @@ from bench.command_line.progress import RowProgress
 from bench.command_line.row_options import share_of
 from bench.errors import UsageError
 from bench.experiments.rows import resume
-from bench.experiments.rows.reproduction import Stopped, measure_cases
+from bench.experiments.rows.reproduction import measure_cases
 from bench.records import journal
 from bench.records.journal import Journal
 from mm3d.console import say
@@ -52,18 +52,13 @@ def reproduce(arguments: argparse.Namespace, report: Callable[[Path], int]) -> i
               **resume.machine_settings("numpy")}
     begun, finished = resume.begin_or_resume(log, [one.name for one in cases], wanted,
                                              arguments.order, arguments.fresh, say)
-    progress, stopped = RowProgress(len(cases), len(finished)), None
+    progress = RowProgress(len(cases), len(finished))
     progress.say(f"{progress.total} rows, {progress.done} of them there; results in {log.folder}")
     options = [f"--out={log.folder}", f"--order={begun.order}"] + [
         f"--{name.replace('_', '-')}={getattr(arguments, name) or 'none'}" for name in PASSED_ON
         if getattr(arguments, name) is not None]
-    try:
-        measure_cases([one for one in shuffle_cases(cases, begun.order)
-                       if one.name not in finished], options, progress)
-    except Stopped as error:
-        stopped = error
-    finally:
-        progress.close()
+    stopped = measure_cases([one for one in shuffle_cases(cases, begun.order)
+                             if one.name not in finished], options, progress)
     complete = progress.measured == progress.total
     log.write("end", outcome="stopped" if stopped else "complete" if complete else "incomplete",
               measured=progress.measured, of=progress.total)

@@ -116,13 +116,6 @@ def experts_from(arguments: argparse.Namespace, capacity: float | None,
                  **more: Any) -> Experts:
     """Return ``--experts`` experts, with the options that were given and defaults for the others.
 
-    Parameters
-    ----------
-    arguments : Namespace
-        With the options of `add_choice` or `add_layers`.
-    **more
-        Further fields of `Experts`.
-
     Raises
     ------
     UsageError

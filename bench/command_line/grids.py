@@ -54,14 +54,10 @@ def read_grid(text: str | None, scheme: str, ranks: int, machine: str, stack: St
 
     Parameters
     ----------
-    text : str or None
-        The option ``--grid``, if it was given.
     scheme, ranks
         The parallelism and the number of ranks that ``auto`` plans for.
     machine : str
         The machine that it plans for; see `bench.prediction.machine_model.load_machine`.
-    stack : Stack
-        The model that it plans for.
     trace_of : callable, optional
         Traces a rank of a plan, see `bench.prediction.planner.rank_plans`.
 

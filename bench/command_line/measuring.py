@@ -5,6 +5,7 @@ from typing import Any, Callable
 
 from bench.agreement import agree
 from bench.cluster.spec import Cluster
+from bench.command_line import options
 from bench.command_line.number_types import MOST_SECONDS, SEEDS, number, whole
 from bench.errors import UsageError, as_usage_error
 from bench.instruments import host
@@ -19,6 +20,11 @@ LIMITS = ("repetitions", "max_repetitions", "max_seconds")
 MOST_REPETITIONS = 30    # of a microbenchmark, by default
 
 
+def add(parser: argparse.ArgumentParser, *names: str) -> None:
+    """Add options of `SHARED`, in this order."""
+    options.add(parser, *names, known=SHARED)
+
+
 def add_stall(parser: argparse.ArgumentParser) -> None:
     """Add ``--stall`` to a verb of several ranks; see `mm3d.tracing.watchdog`."""
     parser.add_argument("--stall", type=whole(1), metavar="SECONDS", help=(
@@ -28,34 +34,8 @@ def add_stall(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(watched=unwatched)    # until the watchdog of the job is there
 
 
-def add_cluster(parser: argparse.ArgumentParser) -> None:
-    """Add ``--cluster``, by which a verb is run in an emulated cluster; see `bench.cluster`."""
-    parser.add_argument("--cluster", type=cluster, metavar=CLUSTER, help=(
-        "run in an emulated cluster of N nodes with R ranks each on this machine, whose links "
-        "have a rate and a latency, such as 16x4:200Mbit or 4x2:1Gbit,1ms; starts mpirun itself"))
-
-
-def add_out(parser: argparse.ArgumentParser) -> None:
-    """Add ``--out``, the folder of results."""
-    parser.add_argument("--out", metavar="DIR", default=host.default_out(),
-                        help="write the .h5 files into this folder "
-                             "(default results/local/<machine>)")
-
-
-def add_backend(parser: argparse.ArgumentParser) -> None:
-    """Add ``--backend``."""
-    parser.add_argument("--backend", metavar="NAME",
-                        help="array library: numpy or cupy (default MM3D_BACKEND, or numpy)")
-
-
 def add_limits(parser: argparse.ArgumentParser, said: Callable[[str], str]) -> None:
-    """Add the options that limit repetitions, for `limits_of`.
-
-    Parameters
-    ----------
-    said : callable
-        Returns, for a name of `LIMITS`, the text of the help on its default.
-    """
+    """Add the options that limit repetitions; `said` tells the default of each in its help."""
     for name, kind, letter, about in (
             ("repetitions", whole(1), "N", "repeat at least this often"),
             ("max_repetitions", whole(1), "N", "repeat at most this often"),
@@ -75,21 +55,13 @@ def add_repetitions(parser: argparse.ArgumentParser, repetitions: int, seconds: 
             "max_seconds": f"{seconds:g}"}
     add_limits(parser, lambda name: f" {said[name]}")
     parser.set_defaults(limits=Limits(repetitions, max(repetitions, MOST_REPETITIONS), seconds))
-    add_seed(parser)
+    add(parser, "seed")
     add_stall(parser)
-
-
-def add_seed(parser: argparse.ArgumentParser) -> None:
-    """Add ``--seed``."""
-    parser.add_argument("--seed", type=whole(0, SEEDS), default=0, metavar="N",
-                        help="seed of the numbers in arrays and of the order of measurements "
-                             "(default 0)")
 
 
 def add_measurement(parser: argparse.ArgumentParser, repetitions: int, seconds: float) -> None:
     """Add the options of a microbenchmark that writes a file."""
-    add_out(parser)
-    add_backend(parser)
+    add(parser, "out", "backend")
     add_repetitions(parser, repetitions, seconds)
 
 
@@ -167,3 +139,17 @@ def cluster(text: str) -> Cluster:
         return Cluster.parse(text)
     except UsageError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+
+
+# Options that are the same in all verbs that have them, with the arguments of ``add_argument``.
+SHARED: dict[str, dict[str, Any]] = {
+    # By it a verb is run in an emulated cluster; see `bench.cluster`.
+    "cluster": {"type": cluster, "metavar": CLUSTER, "help": (
+        "run in an emulated cluster of N nodes with R ranks each on this machine, whose links "
+        "have a rate and a latency, such as 16x4:200Mbit or 4x2:1Gbit,1ms; starts mpirun itself")},
+    "out": {"metavar": "DIR", "default": host.default_out(), "help": (
+        "write the .h5 files into this folder (default results/local/<machine>)")},
+    "backend": {"metavar": "NAME",
+                "help": "array library: numpy or cupy (default MM3D_BACKEND, or numpy)"},
+    "seed": {"type": whole(0, SEEDS), "default": 0, "metavar": "N", "help": (
+        "seed of the numbers in arrays and of the order of measurements (default 0)")}}

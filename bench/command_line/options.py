@@ -2,7 +2,7 @@
 
 import argparse
 import math
-from typing import Any, Callable, Iterable
+from typing import Any, Callable, Iterable, Mapping
 
 from bench.command_line.number_types import MOST, refused, whole
 from bench.errors import UsageError, in_options
@@ -17,6 +17,13 @@ COUNTS = {3: "three", 4: "four"}
 SIZES = {"layers": "Transformer layers", "hidden": "features of a token",
          "heads": "attention heads", "batch": "sequences of a step, of all replicas",
          "seq": "tokens in a sequence", "vocab": "tokens of the vocabulary"}
+
+
+def add(parser: argparse.ArgumentParser, *names: str,
+        known: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+    """Add options that are `known`, by default those of `SHARED`, in this order."""
+    for name in names:
+        parser.add_argument(f"--{name.replace('_', '-')}", **(known or SHARED)[name])
 
 
 def add_sizes(parser: argparse.ArgumentParser, **defaults: int | str) -> None:
@@ -39,32 +46,6 @@ def add_dtype(parser: argparse.ArgumentParser, *choices: str) -> None:
                             f"(default float32)"))
 
 
-def add_grid(parser: argparse.ArgumentParser) -> None:
-    """Add ``--grid``, the sizes of a grid's directions."""
-    parser.add_argument("--grid", type=grid_sizes, metavar="XxYxZ",
-                        help="sizes of the grid's directions, such as 2x2x2 (default: a cube; a "
-                             "square for 2d, a line for 1d)")
-
-
-def add_machine(parser: argparse.ArgumentParser) -> None:
-    """Add ``--machine``, the machine for which seconds are predicted."""
-    parser.add_argument("--machine", default="longhorn", metavar="NAME",
-                        help="predict for this machine: a supplied one or a .toml file (default "
-                             "longhorn)")
-
-
-def add_untied(parser: argparse.ArgumentParser) -> None:
-    """Add ``--untied``, for a GPT whose head has a matrix of its own."""
-    parser.add_argument("--untied", action="store_true", help=(
-        "give the head a matrix of its own, instead of the embedding's table"))
-
-
-def add_recompute(parser: argparse.ArgumentParser) -> None:
-    """Add ``--recompute``, the policy of recomputation."""
-    parser.add_argument("--recompute", type=recompute, default="none", metavar="POLICY",
-                        help=f"{RECOMPUTE} (default none)")
-
-
 def add_overlap(parser: argparse.ArgumentParser, what: str, default: int | None = 0) -> None:
     """Add ``--overlap``, the panels of rows that travel during products; `what` is its purpose."""
     parser.add_argument("--overlap", nargs="?", type=int, const=1, default=default,
@@ -79,12 +60,6 @@ def add_torch(parser: argparse.ArgumentParser, what: str) -> None:
         f"an interpreter that has PyTorch, by which {what} (default: nothing is)"))
 
 
-def add_keep(parser: argparse.ArgumentParser) -> None:
-    """Add ``--keep``, the gathered operands that 3-D layers keep for backward."""
-    parser.add_argument("--keep", choices=("none", "weight", "both"), help=(
-        "gathered operands that 3d keeps from forward for backward (default none)"))
-
-
 def add_sources(parser: argparse.ArgumentParser) -> None:
     """Add the files and folders that a verb reads."""
     parser.add_argument("sources", metavar="FILE", nargs="+",
@@ -95,12 +70,6 @@ def add_format(parser: argparse.ArgumentParser, formats: Iterable[str]) -> None:
     """Add ``--format`` of tables, one of `bench.reports.formats.FORMATS`."""
     parser.add_argument("--format", default="text", choices=formats, help=(
         "format of the tables (default text); csv is one table of all, with all digits"))
-
-
-def add_pictures(parser: argparse.ArgumentParser) -> None:
-    """Add ``--pictures``, the folder of figures."""
-    parser.add_argument("--pictures", metavar="DIR",
-                        help="also draw the figures into this folder")
 
 
 def written(name: str, value: Any) -> str:
@@ -191,3 +160,22 @@ def _positive(text: str, separator: str) -> list[int]:
     if not 1 <= min(found) <= max(found) <= MOST:
         raise ValueError
     return found
+
+
+# Options that are the same in all verbs that have them, with the arguments of ``add_argument``.
+SHARED: dict[str, dict[str, Any]] = {
+    "grid": {"type": grid_sizes, "metavar": "XxYxZ", "help": (
+        "sizes of the grid's directions, such as 2x2x2 (default: a cube; a square for 2d, a line "
+        "for 1d)")},
+    "machine": {"default": "longhorn", "metavar": "NAME", "help": (
+        "predict for this machine: a supplied one or a .toml file (default longhorn)")},
+    "untied": {"action": "store_true", "help": (
+        "give the head a matrix of its own, instead of the embedding's table")},
+    "recompute": {"type": recompute, "default": "none", "metavar": "POLICY",
+                  "help": f"{RECOMPUTE} (default none)"},
+    "keep": {"choices": ("none", "weight", "both"), "help": (
+        "gathered operands that 3d keeps from forward for backward (default none)")},
+    "hide_sums": {"action": "store_true", "help": (
+        "with a whole training: assume that sums over replicas go on behind backward, and gathers "
+        "behind forward, as far as these take longer (default: a step waits for both)")},
+    "pictures": {"metavar": "DIR", "help": "also draw the figures into this folder"}}

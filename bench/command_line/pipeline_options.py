@@ -23,8 +23,6 @@ def add_pipeline(parser: argparse.ArgumentParser, batch: str) -> None:
 
     Parameters
     ----------
-    parser : ArgumentParser
-        The parser of a verb, which adds ``--data`` itself.
     batch : str
         The end of the sentence in the help about the batch.
     """
@@ -37,13 +35,6 @@ def add_pipeline(parser: argparse.ArgumentParser, batch: str) -> None:
     for names, before in ((OF_STAGES[:4], "with --stages: "),
                           (OF_STAGES[4:], "with --stages and --data: ")):
         add_fields(parser, Division, names, given, lambda name: f"default {said[name]}", before)
-
-
-def add_hide_sums(parser: argparse.ArgumentParser) -> None:
-    """Add ``--hide-sums``, an assumption on what goes on behind computing."""
-    parser.add_argument("--hide-sums", action="store_true", help=(
-        "with a whole training: assume that sums over replicas go on behind backward, and gathers "
-        "behind forward, as far as these take longer (default: a step waits for both)"))
 
 
 def add_inside(parser: argparse.ArgumentParser, before: str = "") -> None:

@@ -9,11 +9,6 @@ from tqdm import tqdm
 class RowProgress:
     """Show the number of rows done: a bar on a terminal, a line for each row in a log.
 
-    Parameters
-    ----------
-    done : int
-        Rows that are there already.
-
     Attributes
     ----------
     failures, left_out : list of str

@@ -20,12 +20,6 @@ def publish(record: Measurements | None, out: Path, name: str, comm,
     ----------
     record : Measurements or None
         The record on rank 0; it is ignored on the others.
-    out : Path
-        The folder of results.
-    name : str
-        The beginning of the file's name.
-    comm : mpi4py.MPI.Intracomm
-        The ranks; each calls this.
     show : callable, optional
         Prints the tables of the record; called on rank 0 alone.
 
@@ -54,7 +48,7 @@ def measure(name: str, work: Callable[[], Measurements | None], out: Path, comm,
             show: Callable[[Measurements], None] | None = None) -> int:
     """Publish the record that `work` returns; report the failure where a result was wrong.
 
-    The other parameters and the status are those of `publish`.
+    The status is that of `publish`.
     """
     try:
         record = work()
@@ -69,14 +63,10 @@ def publish_row(one: Any, measured: Callable[[], Any], write: Callable[[Any], tu
 
     Parameters
     ----------
-    one : Case or TrainingCase
-        The row, of as many ranks as `comm` has.
     measured : callable
         Measures it; every rank calls this.
     write : callable
         Writes, on rank 0, what was measured; returns the exit status, and the end of the line.
-    out, comm
-        As of `publish`.
 
     Returns
     -------
@@ -128,16 +118,7 @@ def check_pictures(folder: str | None, comm) -> None:
 
 
 def check_trace_file(file: str | None, comm, traced: int | None = None) -> str | None:
-    """Return the file of ``--trace``, into whose folder rank 0 can write.
-
-    Parameters
-    ----------
-    file : str or None
-        The option ``--trace``, if it was given.
-    comm : mpi4py.MPI.Intracomm
-        All ranks; each must call this.
-    traced : int, optional
-        The option ``--traced``, if it was given.
+    """Return the file of ``--trace``, if any, into whose folder rank 0 can write.
 
     Raises
     ------

@@ -28,22 +28,16 @@ from mm3d.grid.shape import GridShape
 
 
 def add_rows(parser: argparse.ArgumentParser, preset: str | None = "laptop") -> None:
-    """Add the options that ``run`` and ``reproduce`` share.
-
-    Parameters
-    ----------
-    preset : str or None
-        The default preset; None for the best that the machine can.
-    """
+    """Add the options that ``run`` and ``reproduce`` share."""
     add_selection(parser, preset)
-    measuring.add_out(parser)
+    measuring.add(parser, "out")
     _add_steps(parser)
     _add_arrays(parser)
     parser.add_argument("--node-memory", metavar="SIZE", help=(
         "memory of a node, such as '32 GB': rows that need more by an estimate are left out; "
         "none: no row is (default: the available memory that the system reports; on a GPU none)"))
     measuring.add_stall(parser)
-    measuring.add_cluster(parser)
+    measuring.add(parser, "cluster")
 
 
 def add_selection(parser: argparse.ArgumentParser, preset: str | None) -> None:
@@ -95,10 +89,10 @@ def add_limits(parser: argparse.ArgumentParser,
 def _add_arrays(parser: argparse.ArgumentParser) -> None:
     add_variant(parser)
     _add_work(parser)
-    measuring.add_backend(parser)
+    measuring.add(parser, "backend")
     parser.add_argument("--seed", type=options.whole(0, SEEDS), default=0, metavar="N",
                         help="seed of parameters and input (default 0)")
-    options.add_recompute(parser)
+    options.add(parser, "recompute")
 
 
 def add_variant(parser: argparse.ArgumentParser) -> None:

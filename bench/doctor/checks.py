@@ -36,8 +36,6 @@ class Finding:
     ----------
     state : str
         `OK`, `WARNING`, `FAILED` or `SKIPPED`.
-    text : str
-        A line that explains it.
     """
 
     check: str

@@ -97,11 +97,6 @@ class Facts:
     def run_child_job(self, report: str, *words: str) -> tuple[list[Any], str]:
         """Run `bench.doctor.census` under the launcher.
 
-        Parameters
-        ----------
-        report : {"census", "exchange"}
-            The report that is asked for.
-
         Returns
         -------
         list, str
@@ -154,8 +149,6 @@ def describe_failure(status: int | None, output: str, limit: float) -> str:
     ----------
     status : int or None
         See `mm3d.child_process.ChildResult`.
-    output : str
-        The output that may explain a failure.
 
     Returns
     -------

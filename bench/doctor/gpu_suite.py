@@ -28,8 +28,6 @@ class Step:
 
     Attributes
     ----------
-    command : list of str
-        The program and its arguments.
     limit : float
         Seconds that it may take.
     settings : dict of str to str

@@ -22,8 +22,6 @@ class Clock:
         The ranks; making a Clock is collective.
     kernel : object, optional
         Equal on ranks that share a clock; by default the kernel's identifier.
-    read : callable
-        Reads this rank's clock, in seconds.
 
     Attributes
     ----------

@@ -83,8 +83,6 @@ def describe_host(backend: str, ranks: int, mpi_library: str, command: str) -> d
     ----------
     backend : str
         Name of an array library that is available here.
-    mpi_library : str
-        The MPI library's description of itself.
     command : str
         The command line without private data, as from `command_line`.
 

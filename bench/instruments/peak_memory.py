@@ -28,13 +28,7 @@ class Resident:
 
 
 class Footprint:
-    """Growth of this rank's memory since the object was made.
-
-    Parameters
-    ----------
-    grid : Grid
-        Whose arrays are counted.
-    """
+    """Growth of this rank's memory, of the arrays of a grid, since the object was made."""
 
     accounts = ("arrays", "resident")
 

@@ -47,8 +47,6 @@ def measure_peaks(backend: Backend, dtype: str, comm, quick: bool = False) -> Gr
 
     Parameters
     ----------
-    comm : mpi4py.MPI.Intracomm
-        All ranks; each must call this.
     quick : bool
         Add arrays of `LEAST` bytes, however large the caches: reports leave such a rate out.
     """

@@ -55,8 +55,6 @@ def direction_order(inside: str, scheme: str, shape: Sizes, model: ModelSizes) -
     inside : str
         A direction, or "auto" for the one that moves the most words.  The others are ordered by
         their words.
-    scheme, shape, model
-        As in `words_by_direction`.
 
     Raises
     ------
@@ -99,14 +97,7 @@ def reorder_ranks(comm: MPI.Intracomm, shape: Sizes, chosen: str) -> MPI.Intraco
 def placement_outcome(comm: MPI.Intracomm, shape: Sizes, chosen: str) -> Placement:
     """Determine which directions lie within nodes with the order `chosen`.
 
-    Parameters
-    ----------
-    comm : mpi4py.MPI.Intracomm
-        The ranks in the order of the grid; each calls this.
-    shape : dict of str to int
-        Sizes of the grid's directions.
-    chosen : str
-        See `direction_order`.
+    Each rank of `comm`, in the order of the grid, calls this.
     """
     nodes, grid = number_nodes(comm), GridShape.from_sizes(shape)
 

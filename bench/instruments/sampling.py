@@ -116,8 +116,6 @@ def compare_in_turns(sides: Mapping[Hashable, Callable[[], Sample]], limits: tim
     ----------
     sides : mapping of callable
         Take a sample of each side, on all ranks.
-    limits, seed, comm, warmup
-        See `take_samples_in_turns`.
     ratios : sequence of pairs
         Pairs of sides: the seconds of the first are divided by the second's.  By default each side
         is divided by the first one.  A side alone, or paired with itself, counts in seconds.

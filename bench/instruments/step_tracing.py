@@ -17,16 +17,7 @@ from mm3d.tracing.observe import observed
 
 
 def trace_steps(step: timing.Step, model, repetitions: int) -> tuple[list[Span], Group | None]:
-    """Repeat `step` and record its spans.
-
-    Parameters
-    ----------
-    step : Step
-        A forward and a backward pass of `model`.
-    model : Transformer
-        The model whose layers, products and collectives are observed.
-    repetitions : int
-        The number of repetitions, which may be 0.
+    """Repeat a `step` of `model`, perhaps 0 times, and record its spans.
 
     Returns
     -------

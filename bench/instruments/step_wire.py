@@ -17,13 +17,6 @@ class CrossingBytes(Observer):
 
     A block crosses the link of a node once, as with bucket algorithms between nodes (see
     `mm3d.transport.node_words.words_into_nodes`); the first rank of a line counts for all of it.
-
-    Parameters
-    ----------
-    grid : Grid
-        The ranks; each of them makes the observer.
-    node : int
-        This rank's node.
     """
 
     kinds = (Collective,)
@@ -49,12 +42,7 @@ class CrossingBytes(Observer):
 
 
 def count_wire(step: timing.Step, grid: Any) -> Group | None:
-    """Do a step, and count the bytes that each node received and sent, by its kernel's counters.
-
-    Parameters
-    ----------
-    grid : Grid
-        Its ranks, which all call this.
+    """Do a step on all ranks, and count the bytes that each node received and sent, by its kernel.
 
     Returns
     -------

@@ -150,10 +150,6 @@ class Step:
 
     Parameters
     ----------
-    forward : callable
-        One forward pass; its result is passed to `backward`.
-    comm : mpi4py.MPI.Intracomm
-        The ranks; making a Step is collective.
     synchronize : callable
         Waits until the device has finished.
     prepare : callable, optional
@@ -179,13 +175,7 @@ class Step:
 
 def measure(step: Step, warmup: int, limits: Limits,
             stop: Callable[[], bool] = lambda: False) -> Measured | None:
-    """Repeat `step` until the limits are reached; rank 0 decides, outside of the timed phases.
-
-    Parameters
-    ----------
-    warmup, stop
-        See `Repetitions`.
-    """
+    """Repeat `step` until the limits are reached; rank 0 decides, outside of the timed phases."""
     comm, clock = step.comm, step.clock
     errors = np.array(comm.allgather((clock.resolution(), clock.offset_error))).max(axis=0)
     kept: list[np.ndarray] = []

@@ -208,11 +208,6 @@ class WaitingTransport(MpiTransport):
     """Wait for the work before each collective, then move arrays of its size.
 
     Packing and unpacking of columns is counted as work, as in a dry run.
-
-    Parameters
-    ----------
-    backend : WaitingBackend
-        The backend of the arrays without contents.
     """
 
     def __init__(self, carrier: MpiTransport, backend: WaitingBackend) -> None:

@@ -67,11 +67,6 @@ class WireRecorder:
     """Count what each node sends and receives between two points of a program.
 
     The first rank of each node reads its counters.
-
-    Parameters
-    ----------
-    comm : mpi4py.MPI.Intracomm
-        All ranks, which make the recorder and call its methods together.
     """
 
     def __init__(self, comm: Any) -> None:

@@ -201,11 +201,6 @@ def cluster_of(run: Measurements) -> str:
 def results_by_preset(runs: list[Run]) -> list[Results]:
     """Return the rows of the tables, grouped by preset, variant, policy of recomputation, cluster.
 
-    Parameters
-    ----------
-    runs : list of Run
-        In the order of their making.
-
     Returns
     -------
     list of Results

@@ -30,12 +30,7 @@ UNSUPPORTED = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
 
 
 class Journal:
-    """The journal of a folder, opened for appending and made if it does not exist.
-
-    Parameters
-    ----------
-    folder : path
-        An existing folder of results.
+    """The journal of an existing folder, opened for appending and made if it does not exist.
 
     Raises
     ------
@@ -121,14 +116,7 @@ class Journal:
 
 
 def append_entry(descriptor: int, entry: dict[str, Any]) -> None:
-    """Append a line to a file of entries by a single write, and sync the file.
-
-    Parameters
-    ----------
-    descriptor : int
-        The file, opened for reading and appending.
-    entry : dict
-        Values that JSON can represent.
+    """Append a line of JSON to a file, open for reading and appending, by one write, and sync it.
 
     Raises
     ------

@@ -79,8 +79,6 @@ def equal_rate_notes(record: Measurements, sides: Mapping[str, tuple[float, floa
 
     Parameters
     ----------
-    record : Measurements
-        The record of a comparison with PyTorch.
     sides : mapping of str to (float, float)
         Seconds of a step of each PyTorch side, and of mm3d; NaN where not measured.
     busy : float

@@ -37,8 +37,6 @@ def write_run(run: Measurements, folder: str | os.PathLike, name: str) -> Path:
 
     Parameters
     ----------
-    folder : path
-        An existing folder.
     name : str
         The beginning of the file's name; the time and ``.h5`` are added, and a number if another
         run has that name already.

@@ -132,12 +132,7 @@ def derived(kind: str) -> dict[str, str]:
 
 
 def check_needs(kind: str, found: Mapping[str, Any]) -> None:
-    """Check that a record also has what its variables and settings require.
-
-    Parameters
-    ----------
-    found : mapping
-        All settings, of the machine too, and variables, by name.
+    """Check that a record also has what its variables and settings, all in `found`, require.
 
     Raises
     ------

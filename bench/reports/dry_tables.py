@@ -24,12 +24,8 @@ def tables(trace: Trace, useful: dict[str, int], machine: machine_model.Machine 
 
     Parameters
     ----------
-    trace : Trace
-        The events of one rank in a step.
     useful : dict of str to int
         Flops of all ranks by phase, without recomputation (`mm3d.model.cost.flops`).
-    stack : Stack, optional
-        With a machine, what the step computes.
     """
     found = [phase_table(trace, useful), collective_table(trace), part_table(trace),
              memory_table(trace)]
@@ -170,13 +166,7 @@ def seconds_table(trace: Trace, machine: machine_model.Machine) -> Table:
 
 
 def expert_notes(experts: ExpertOptions, trace: Trace, data: int, tokens: int) -> Notes:
-    """State the assumed routing, and which words are counted between replicas.
-
-    Parameters
-    ----------
-    trace : Trace
-        The dry run.
-    """
+    """State the assumed routing, and which words are counted between replicas."""
     every, capacity = data * tokens, capacity_of(experts, data * tokens)
     share = every * experts.top / experts.count
     lines = [f"The routing is assumed, not computed: of {every:,} tokens that are routed "

@@ -29,15 +29,6 @@ def write_tables_and_figures(out: Path, figures: bool = True,
 
     ``tables.txt`` has all tables.  Return 1 when a file of results was left out, else 0.
 
-    Parameters
-    ----------
-    out : Path
-        A folder of results.
-    figures : bool
-        Whether to draw the figures and write the page.
-    show : callable
-        Prints the summary.
-
     Raises
     ------
     StoreError

@@ -15,13 +15,7 @@ from mm3d.training.schedules import Schedule
 
 
 def rank_parts(model: PipelineModel, replica: int, stage: int, place: int) -> list[Part]:
-    """Make the tables of a rank's work in a step, by a dry run, without a machine.
-
-    Parameters
-    ----------
-    replica, stage, place : int
-        The rank: its replica, its stage there, and its place in the stage.
-    """
+    """Make the tables of a rank's work in a step, run dry: at a place of a replica's stage."""
     whole = model.whole_step(place, stage, replica)
     trained = model.whole_step(place, stage, replica, optimizer=True)
     moved = whole.total_traffic()

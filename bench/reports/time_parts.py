@@ -31,16 +31,11 @@ def part_title(part: str) -> str:
 
 
 def mean_parts(run: Run) -> dict[str, dict[str, float]] | None:
-    """Compute the mean seconds of each of the `stacked_parts` in a step, by phase.
+    """Compute the mean seconds of each of the `stacked_parts` in a traced step, by phase.
 
     Means are over traced repetitions and ranks.  A rank's wait for the slowest at the end of a
     phase is "waiting", so the parts of a phase add up to the mean time of traced repetitions;
     `tracing_overhead` compares traced repetitions with the others.
-
-    Parameters
-    ----------
-    run : Run
-        A run; for one that was not traced None is returned.
     """
     seconds = _seconds(run)
     if seconds is None:

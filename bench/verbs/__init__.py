@@ -120,8 +120,6 @@ def add_verbs(parser: argparse.ArgumentParser, chosen: Sequence[str] | None,
 
     Parameters
     ----------
-    parser : ArgumentParser
-        The parser, of the type of theirs.
     chosen : sequence of str or None
         The verb, and its kind, whose options are added; None for all.  Others are not imported.
     verb : str

@@ -40,7 +40,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "with --from, take what the logs do not say from this machine: a supplied one or a .toml "
         "file"))
     measuring.add_stall(parser)
-    measuring.add_cluster(parser)
+    measuring.add(parser, "cluster")
 
 
 def log_file(text: str) -> LogFile:

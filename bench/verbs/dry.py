@@ -44,11 +44,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rank", type=options.whole(0), default=0, metavar="N",
                         help="the number of the rank, with --experts or --stages among those of "
                              "all replicas (default 0, whose blocks are the largest)")
-    options.add_keep(parser)
+    options.add(parser, "keep")
     options.add_overlap(parser, (
         f"{' and '.join(schemes_with_option('overlap'))} communicates while ranks multiply: the "
         f"tables count the collectives in flight, and the memory of their buffers"))
-    options.add_recompute(parser)
+    options.add(parser, "recompute")
     parser.add_argument("--memory", metavar="SIZE", help=(
         "memory of a rank, such as '16 GB': say whether the model fits, without an optimizer, or "
         "with which --recompute it would; with --data or --stages whether training by AdamW does; "
@@ -66,12 +66,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vocab", type=options.whole(1), metavar="N", help=(
         "with --stages: count a GPT, with embedding, head and loss for N tokens, and with "
         "--machine predict a whole step of its training by AdamW (default: those of --model)"))
-    options.add_untied(parser)
+    options.add(parser, "untied")
     expert_options.add_layers(parser)
     expert_options.add_expert_parallel(parser)
     pipeline_options.add_pipeline(parser, " of a replica")
     pipeline_options.add_inside(parser, "with --stages and --machine: ")
-    pipeline_options.add_hide_sums(parser)
+    options.add(parser, "hide_sums")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -52,7 +52,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     model_options.add_named(parser)
     parser.add_argument("--all", action="store_true", help=(
         "with --gpus: also print predicted plans that do not fit, and what they lack"))
-    pipeline_options.add_hide_sums(parser)
+    options.add(parser, "hide_sums")
     parser.add_argument("--rules", nargs="?", const="overview", metavar="NAME", help=(
         "instead, test rules of thumb for meshes: those of a supplied file (default: overview) "
         "or of a .toml file, each beside the planner's own choice"))
@@ -68,19 +68,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     options.add_sizes(parser, hidden="none", **SIZES_OF_LAYERS, heads=(
         "those of the paper's row of this --hidden, or heads of 128 features"))
     options.add_dtype(parser, "float16", "bfloat16", "float32", "float64")
-    options.add_machine(parser)
+    options.add(parser, "machine")
     parser.add_argument("--top", type=options.whole(1), default=12, metavar="N",
                         help="number of plans to print (default 12)")
     parser.add_argument("--costs", action="store_true", help=(
         "also print what two linear layers cost a rank in 1-D, 2-D, 2.5-D and 3-D, as counted by "
         "dry runs and as the documentation of Colossal-AI prints it, and what a Transformer layer "
         "costs the least, the mean and the busiest rank in every scheme"))
-    options.add_recompute(parser)
+    options.add(parser, "recompute")
     pipeline_options.add_replicas(parser, "replicas of the stages, among which the ranks and the "
                                           "batch are divided")
     pipeline_options.add_pipeline(parser, " of a replica")
     expert_options.add_layers(parser)
-    options.add_pictures(parser)
+    options.add(parser, "pictures")
     parser.set_defaults(**dict.fromkeys(DEFAULTS))
 
 

@@ -33,7 +33,7 @@ ON_ALL_RANKS = measures
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``predict``."""
-    options.add_machine(parser)
+    options.add(parser, "machine")
     parser.add_argument("--results", metavar="DIR",
                         help="set predictions beside the measurements in this folder instead")
     parser.add_argument("--steps", metavar="FILE.csv", help=(
@@ -52,7 +52,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "with --stages: sizes of the grid's directions in a stage, such as 2x2x2, for the rows "
         "that have such a grid; with commas between, one for each stage (default: that of each "
         "scheme, such as a cube)"))
-    options.add_pictures(parser)
+    options.add(parser, "pictures")
     add_measured(parser.add_argument_group(
         "to measure every scheme and grid now, under mpirun, beside the predictions of a machine "
         "that was calibrated with as many ranks"))
@@ -76,10 +76,9 @@ def add_measured(parser: argparse._ArgumentGroup) -> None:
                             "so that lines along it stay inside a node, where ranks fill one node "
                             "after the other (default: in the order of the grid alone)"))
     options.add_dtype(parser)
-    measuring.add_seed(parser)
-    measuring.add_out(parser)
+    measuring.add(parser, "seed", "out")
     measuring.add_stall(parser)
-    measuring.add_cluster(parser)
+    measuring.add(parser, "cluster")
 
 
 def run(arguments: argparse.Namespace, comm=None) -> int:

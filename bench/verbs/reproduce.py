@@ -132,13 +132,7 @@ def measure_round(arguments: argparse.Namespace, cases: list[Case], wanted: dict
     progress = RowProgress(len(cases), len(finished))
     announce_start(progress, arguments.preset, log.folder, reproduction)
     left = [one for one in shuffle_cases(cases, reproduction.order) if one.name not in finished]
-    stopped = None
-    try:
-        measure_cases(left, run_options(arguments, log.folder, reproduction.order), progress)
-    except Stopped as error:
-        stopped = error
-    finally:
-        progress.close()
+    stopped = measure_cases(left, run_options(arguments, log.folder, reproduction.order), progress)
     return report_end(log, reproduction, progress, stopped,
                       {one.title: one.name for one in cases if one.row.like},
                       arguments)
@@ -293,12 +287,8 @@ def report_end(log: Journal, reproduction: Reproduction, progress: RowProgress,
 
     Parameters
     ----------
-    log : Journal
-        The journal of the folder of results.
     progress : RowProgress
         The rows that this process has measured, and those that failed or were left out.
-    stopped : Stopped or None
-        The signal that ended it early, if any.
     spare : dict of str to str
         Titles and names of the rows that may be left out for lack of memory.
     """

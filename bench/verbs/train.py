@@ -66,7 +66,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     expert_options.add_expert_parallel(parser)
     config_options.add_fields(parser, Plan, FIELDS, dict.fromkeys(FIELDS), default_of,
                               renamed=OPTIONS)
-    options.add_untied(parser)
+    options.add(parser, "untied")
     pipeline_options.add_inside(parser)
     add_course(parser)
     parser.add_argument("--sample", type=options.whole(1), metavar="N",
@@ -77,8 +77,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "instead, train the same steps on one rank and on a list of meshes of these ranks, and "
         "compare losses, gradients and weights, and with --experts which experts were chosen and "
         "what was dropped; fail where they differ; options that choose one mesh are refused"))
-    options.add_pictures(parser)
-    measuring.add_out(parser)
+    options.add(parser, "pictures")
+    measuring.add(parser, "out")
     measuring.add_stall(parser)
 
 
@@ -263,12 +263,7 @@ def finish(arguments: argparse.Namespace, training: Training, course: Course, ou
         except UsageError as error:    # the record of what was trained is not lost
             status = report_failure(name, error, comm)
     found = record.training_record(training, course, outcome, beside)
-    problem = comm.bcast(found and "; ".join(failed_checks(found.checks)))
-    if problem:
-        status = report_failure(name, problem, comm)
-    else:
-        status = publish(found, out, name, comm, showing(arguments.show)) or status
-        status = draw(found, arguments.pictures, name, comm) or status
+    status = write(arguments, found, out, name, comm) or status
     if lost := trainer.lost_loss(training, outcome):
         status = report_failure(name, lost, comm)
     elif arguments.sample:
@@ -309,11 +304,16 @@ def compare(arguments: argparse.Namespace, plan: Plan, text: Text, out: Path, co
     found = comparison.compare_meshes(comm, plan, text, lambda name: say(f"training: {name}"),
                                       arguments.watched)
     name = f"train-meshes-{comm.size}-ranks"
-    problem = comm.bcast(found and "; ".join(failed_checks(found.checks)))
-    if problem:
-        if comm.rank == 0:
-            showing(arguments.show)(found)
-            say()
+    if comm.rank == 0 and failed_checks(found.checks):
+        showing(arguments.show)(found)
+        say()
+    return write(arguments, found, out, name, comm)
+
+
+def write(arguments: argparse.Namespace, found: Measurements | None, out: Path, name: str,
+          comm) -> int:
+    """Write, print and draw the record of rank 0, or report which of its checks failed."""
+    if problem := comm.bcast(found and "; ".join(failed_checks(found.checks))):
         return report_failure(name, problem, comm)
     status = publish(found, out, name, comm, showing(arguments.show))
     return draw(found, arguments.pictures, name, comm) or status

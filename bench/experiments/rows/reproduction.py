@@ -30,29 +30,31 @@ class Stopped(Exception):
         self.status = 128 + number
 
 
-def measure_cases(cases: list[Row], options: list[str], progress: Any) -> None:
-    """Measure `cases`, a job for each rank count.
+def measure_cases(cases: list[Row], options: list[str], progress: Any) -> Stopped | None:
+    """Measure `cases`, a job for each rank count; return the signal that asked for an end, if any.
 
     Parameters
     ----------
     progress
-        `say` is given every line of the jobs, but `row` those that end a row, see `OUTCOMES`.
-
-    Raises
-    ------
-    Stopped
-        When a signal asks for an end; the job that was running is over then.
+        `say` is given every line of the jobs, but `row` those that end a row, see `OUTCOMES`; it
+        is closed.
     """
     def stop(number: int, frame: Any) -> None:
         raise Stopped(number)
     handlers = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        for ranks in dict.fromkeys(one.ranks for one in cases):
-            progress.say(f"starting {ranks} ranks")
-            measure_in_jobs([one for one in cases if one.ranks == ranks], options, progress)
+        try:
+            for ranks in dict.fromkeys(one.ranks for one in cases):
+                progress.say(f"starting {ranks} ranks")
+                measure_in_jobs([one for one in cases if one.ranks == ranks], options, progress)
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+    except Stopped as stopped:    # the job that was running is over
+        return stopped
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        progress.close()
+    return None
 
 
 def job_command(job: Iterable[Row], options: list[str]) -> list[str]:

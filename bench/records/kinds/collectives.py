@@ -91,8 +91,6 @@ def least_words(shape: GridShape, axis: str, kind: str, words: int,
         The direction, and one of `mm3d.grid.axis.COLLECTIVES`, with rank 0 of a line as its root.
     words : int
         Elements of the array that the ranks of each line gather or sum.
-    nodes : sequence of int
-        The node of each rank of the grid.
     """
     into = [0] * (max(nodes) + 1)
     blocks = block_lengths(words, shape[axis])

@@ -10,6 +10,10 @@ from mm3d import ModelSizes
 from mm3d.grid.axis import COLLECTIVES
 from mm3d.model import cost
 
+BOTH = {"phase": [["forward", "backward"]]}
+COUNTED = "phase rank axis collective"
+MACHINE = ("gemm_alone gemm_together memory_alone memory_together last_level_caches memory_arrays "
+           "ranks_at_work")
 SCHEMAS = {
     "model": {
         "verified": True,
@@ -22,35 +26,28 @@ SCHEMAS = {
         "settings": (
             "table scheme preset grid grid_axes layers hidden heads batch seq mlp_factor dtype "
             "warmup repetitions overridden verified_measured_model ended_by"),
-        "variables": {
-            "forward": "repetition rank", "backward": "repetition rank",
-            "forward_late": "repetition rank", "backward_late": "repetition rank"},
+        "variables": dict.fromkeys(("forward", "backward", "forward_late", "backward_late"),
+                                   "repetition rank"),
         "derived": {"flops": "", "flops_again": ""}},
     "model.clock": {
         "required": True,
         "variables": {"offset_error": "", "resolution": ""}},
     "model.published": {
         "required": True,
-        "variables": {
-            "average_step_time": "", "backward_time": "", "batch": "",
-            "forward_time": "", "gpus": "", "hidden": "", "recomputed_step_time": ""}},
+        "variables": dict.fromkeys((
+            "average_step_time", "backward_time", "batch", "forward_time", "gpus", "hidden",
+            "recomputed_step_time"), "")},
     "model.traffic": {
         "required": True,
         "whole": "calls messages words bytes expected_words",
         "variables": {
-            "bytes": "phase rank axis collective", "calls": "phase rank axis collective",
-            "expected_words": "phase axis collective", "messages": "phase rank axis collective",
-            "words": "phase rank axis collective"},
-        "optional": {"moved": "phase rank axis collective"},
-        "labels": {"phase": [["forward", "backward"]]}},
+            "bytes": COUNTED, "calls": COUNTED, "expected_words": "phase axis collective",
+            "messages": COUNTED, "words": COUNTED},
+        "optional": {"moved": COUNTED},
+        "labels": BOTH},
     "model.machine": {
-        "positive": (
-            "gemm_alone gemm_together memory_alone memory_together last_level_caches "
-            "memory_arrays ranks_at_work"),
-        "optional": {
-            "gemm_alone": "", "gemm_together": "", "memory_alone": "",
-            "memory_together": "", "last_level_caches": "", "memory_arrays": "",
-            "ranks_at_work": ""}},
+        "positive": MACHINE,
+        "optional": dict.fromkeys(MACHINE.split(), "")},
     "model.memory": {
         "signed": "resident_growth",
         "optional": {
@@ -63,25 +60,21 @@ SCHEMAS = {
         "complete": "seconds",
         "spent": "seconds",
         "variables": {"seconds": "repetition phase rank part"},
-        "optional": {
-            "bytes": "phase rank part", "calls": "phase rank part",
-            "flops": "phase rank part"},
-        "labels": {"phase": [["forward", "backward"]]}},
+        "optional": dict.fromkeys(("bytes", "calls", "flops"), "phase rank part"),
+        "labels": BOTH},
     "model.predicted": {
         "variables": {"seconds": "phase kind"},
-        "labels": {
-            "kind": [["work", "links"]],
-            "phase": [["forward", "backward"]]}},
+        "labels": BOTH | {"kind": [["work", "links"]]}},
     "model.software": {
         "positive": "samples",
         "variables": {"samples": "phase repetition"},
-        "labels": {"phase": [["forward", "backward"]]}},
+        "labels": BOTH},
     "model.waits": {
         "variables": dict.fromkeys(("counted", "modelled", "overlapped", "slept"), "phase rank"),
-        "labels": {"phase": [["forward", "backward"]]}},
+        "labels": BOTH},
     "model.wire": {
         "variables": {"least": "phase axis", "received": "phase node", "sent": "phase node"},
-        "labels": {"phase": [["forward", "backward"]]}}}
+        "labels": BOTH}}
 
 
 def derive(record: Measurements) -> Derived:

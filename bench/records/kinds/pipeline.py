@@ -107,8 +107,6 @@ def bubble_rates(times: np.ndarray, schedule: Schedule) -> np.ndarray:
     ----------
     times : ndarray
         Seconds, (repetition, rank, action, begin and end); NaN beyond the actions of a rank.
-    schedule : Schedule
-        The schedule that was executed.
     """
     found = stage_times(times, schedule.ranks)
     cost = (np.nanmax(found[..., 1], axis=2) - np.nanmin(found[..., 0], axis=2)).max(axis=1)
@@ -158,8 +156,6 @@ def overheads(times: np.ndarray, slept: np.ndarray, schedule: Schedule) -> np.nd
         As in `bubble_rates`.
     slept : ndarray
         Mean seconds of F, B and W of a chunk, (repetition, rank, step).
-    schedule : Schedule
-        The schedule that was executed.
     """
     found = []
     by_rank = slept.reshape(len(slept), schedule.ranks, -1, slept.shape[-1]).mean(axis=2)

@@ -7,7 +7,11 @@ from pathlib import Path
 from typing import Any, Iterator
 
 from bench.reports.figures import style
-from bench.reports.figures.frames import HEIGHT, INCHES, WIDTH, Frames, Moment
+from bench.reports.figures.frames import HEIGHT, INCHES, WIDTH, Moment
+from bench.reports.figures.layer_parts import LayerParts
+from bench.reports.figures.rank_panels import RankPanels
+
+Frames = RankPanels | LayerParts
 
 STILL, FLIGHT, HOPS = 1300, 100, 5    # milliseconds of a frame at rest and in motion; frames of it
 STRIP_INCHES = 8.0    # of a frame's width
@@ -15,11 +19,6 @@ STRIP_INCHES = 8.0    # of a frame's width
 
 def draw_story(path: str | Path, frames: Frames) -> Path:
     """Draw all frames of a product: one after another in a .gif, else in one picture.
-
-    Parameters
-    ----------
-    path : path
-        The picture to write; a .png, .svg, .pdf or .gif.
 
     Raises
     ------

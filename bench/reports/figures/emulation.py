@@ -117,14 +117,7 @@ def _line(panel, rows: Sequence[Emulated], value: Callable[[Emulated], float]) -
 def _multiples(panel, found: dict[str, list[Point]], rows: Sequence[Emulated]) -> list[Label]:
     """Label the points at the most ranks with multiples of 3-D's, as the tables have them.
 
-    Parameters
-    ----------
-    panel
-        Where they are drawn.
-    found : dict
-        The points of each scheme.
-    rows : sequence of Emulated
-        The rows whose runs are compared; if empty, the points are compared.
+    The runs of `rows` are compared; if there are none, the points are.
     """
     ranks, base = max(found.get(PROPOSED, [(0, math.nan)]))
     runs = {one.row.scheme: one for one in rows if one.row.gpus == ranks}

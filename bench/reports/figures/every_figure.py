@@ -105,12 +105,8 @@ def draw_figures(found: FolderContents, formats: Sequence[str] = ("png",),
 
     Parameters
     ----------
-    formats : sequence of str
-        Formats of `style.METADATA`.
     names : str
         Beginnings of the names of figures, with commas between; "" draws all.
-    talk : bool
-        Whether to draw those for a talk, instead.
 
     Returns
     -------

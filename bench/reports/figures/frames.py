@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from bench.reports.figures import style
 
@@ -31,21 +31,6 @@ class Moment:
 
     step: int
     progress: float | None = None
-
-
-class Frames(Protocol):
-    """Describe what draws the frames of a story.
-
-    Attributes
-    ----------
-    moving : list of bool
-        Whether blocks travel, by number.
-    """
-
-    first: int
-    moving: list[bool]
-
-    def draw(self, axes: Any, moment: Moment, scale: float = 1.0) -> None: ...
 
 
 def colour_of(owner: int | None) -> tuple[str, str]:

@@ -15,11 +15,6 @@ SHARED = "#EAEAEA"    # of a block that several ranks store
 class LayerParts:
     """Draw the parts of a layer, a frame each.
 
-    Parameters
-    ----------
-    story : LayerStory
-        The layer on all ranks.
-
     Attributes
     ----------
     moving : list of bool

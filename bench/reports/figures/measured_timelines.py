@@ -43,12 +43,7 @@ class MeasuredTimeline(Timeline):
 def measured_timeline(schedule: Schedule, times: np.ndarray, like: Timeline) -> MeasuredTimeline:
     """Return the repetition with the median bubble as a timeline, in seconds.
 
-    Parameters
-    ----------
-    schedule, times
-        As in `bench.records.kinds.pipeline.bubble_rates`.
-    like : Timeline
-        The clock's timeline, whose times of steps are kept.
+    It keeps the times of steps of the clock's timeline, `like`.
     """
     rates = bubble_rates(times, schedule)
     middle = int(np.argsort(rates)[len(rates) // 2])

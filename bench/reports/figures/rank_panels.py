@@ -35,11 +35,6 @@ INDEX = {"x": "i", "y": "j", "z": "l"}    # the paper's
 class RankPanels:
     """Draw the moments of a story.
 
-    Parameters
-    ----------
-    story : Story
-        The product on all ranks; at most `bench.reports.figures.frames.MOST_RANKS`.
-
     Attributes
     ----------
     moving : list of bool

@@ -20,12 +20,7 @@ LONG_TITLE = 100    # letters; what the schedule costs stands below a longer one
 
 def picture(path: str | os.PathLike, timelines: Mapping[str, Timeline],
             unit: str | None = None, row: str = "rank") -> Path:
-    """Draw when each action runs, a panel a schedule, all with the same axis of time.
-
-    Parameters
-    ----------
-    unit : str, optional
-        The unit of the times, such as "s".
+    """Draw when each action runs, a panel a schedule, all with the same axis of time in a `unit`.
 
     Path and errors are those of `style.save_picture`.
     """

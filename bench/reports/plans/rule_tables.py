@@ -12,15 +12,7 @@ from bench.reports.plans.training_plans import GIB, LIMITS, choice_cells, choice
 
 
 def rule_parts(rules: Rules, machine: Machine, found: Sequence[Sequence[Tested]]) -> list[Part]:
-    """Make all tables and notes.
-
-    Parameters
-    ----------
-    rules, machine
-        The rules, and the machine on which they are tested.
-    found : sequence of sequence of Tested
-        The plans of each rule, the planner's own as the last.
-    """
+    """Make all tables and notes; of the plans of a rule the planner's own is the last."""
     return [machine.described, _rule_table(rules, found), _plan_table(found),
             _share_table(found), *_problems(found), _remarks(rules)]
 

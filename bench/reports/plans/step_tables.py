@@ -29,14 +29,7 @@ def step_parts(machine: Machine, outcomes: Sequence[Outcome], problems: Sequence
                fitted_to: int = 0) -> list[Part]:
     """Make the table of predicted rows, the choices, and a last line on the errors.
 
-    Parameters
-    ----------
-    machine : Machine
-        The machine, fitted or not.
-    outcomes, problems
-        The rows, and lines on those without a prediction.
-    fitted_to : int
-        The most GPUs of the rows that it was fitted to; 0 for none.
+    The machine was fitted to rows of at most `fitted_to` GPUs; 0 for none.
     """
     parts: list[Part] = [make_table(f"Measured steps of training, and predictions (a model): "
                                     f"{machine.described}", COLUMNS, outcomes)]

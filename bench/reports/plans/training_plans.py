@@ -26,17 +26,7 @@ LIMITS = {"products": "products", "elementwise": "elementwise passes",
 
 
 def training_parts(training: Training, found: Found, unfit: bool, top: int) -> list[Part]:
-    """Make all tables and notes of a search.
-
-    Parameters
-    ----------
-    training, found
-        What is trained, and what was found.
-    unfit : bool
-        Whether plans that do not fit are shown.
-    top : int
-        The most families that are shown.
-    """
+    """Make all tables and notes of a search: of the `top` families, and with `unfit` of others."""
     plans = list(found.families.values())[:top]
     return [training.machine.described,
             f"{training.gpus} GPU{'s' * (training.gpus > 1)}, {training.gpt.name}, "

@@ -25,7 +25,7 @@ MOST_ROWS = 64    # of a matrix, each of which may be a block
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``draw cube``."""
     add_scheme(parser)
-    options.add_grid(parser)
+    options.add(parser, "grid")
     parser.add_argument("--form", choices=FORMS, metavar="FORM", default="ab", help=(
         "what is computed: ab, abt or atb for C = A B, A B^T or A^T B of plain matrices; up or "
         "down for the linear layers of a block; layer for a whole Transformer layer (default ab)"))

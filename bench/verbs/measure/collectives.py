@@ -16,9 +16,9 @@ ON_ALL_RANKS = True
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``measure collectives``."""
-    measuring.add_cluster(parser)
+    measuring.add(parser, "cluster")
     measuring.add_measurement(parser, 7, 1.0)
-    options.add_grid(parser)
+    options.add(parser, "grid")
     for name, default, about in (
             ("least", 1024, "smallest array (default 1024); each is 4 times as large as the last"),
             ("most", 4 * 2 ** 20, "largest array (default 4194304, 4 MiB)")):

@@ -27,7 +27,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     expert_options.add_expert_parallel(parser, None)
     options.add_dtype(parser)
     add_scheme(parser, "1d")
-    options.add_grid(parser)
+    options.add(parser, "grid")
     options.add_torch(parser, "the layer is also computed on one process with all cores: in a "
                               "loop over experts, in padded batched products, and in PyTorch's "
                               "own grouped products")

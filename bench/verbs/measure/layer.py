@@ -30,14 +30,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     options.add_sizes(parser, batch=8, seq=512)
     options.add_dtype(parser)
     add_scheme(parser)
-    options.add_grid(parser)
+    options.add(parser, "grid")
     options.add_torch(parser, "the layer is verified, instead of by the serial scheme, and "
                               "PyTorch measured beside it")
     parser.add_argument("--colossal", metavar="PYTHON", help=(
         "an interpreter that has ColossalAI, whose 3-D layers of as many processes the layer is "
         "verified with and measured beside, in place of --torch; with --keep both they move "
         "equal words"))
-    options.add_keep(parser)
+    options.add(parser, "keep")
     options.add_overlap(
         parser, "measure the layer also with communication that goes on while ranks multiply")
 

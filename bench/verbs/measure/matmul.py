@@ -30,13 +30,13 @@ BLOCKS, CALLS = [64, 128, 256], 5    # of ScaLAPACK, by default
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``measure matmul``."""
-    measuring.add_cluster(parser)
+    measuring.add(parser, "cluster")
     measuring.add_measurement(parser, 7, 30.0)
     parser.add_argument("--shape", type=options.shape, action="append", required=True,
                         metavar="M,N,K",
                         help="measure C = A B, where C is M x K and the sums have N terms; N "
                              "alone for cubes; may be repeated")
-    options.add_grid(parser)
+    options.add(parser, "grid")
     parser.add_argument("--scheme", type=options.some_of(*algorithms_with_products(), ALL),
                         default=["3d"], metavar="NAMES", help=(
         f"algorithm of the products (default 3d): {', '.join(algorithms_with_products())}; "

@@ -32,7 +32,7 @@ ON_ALL_RANKS = True
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``measure meshes``."""
-    measuring.add_out(parser)
+    measuring.add(parser, "out")
     row_options.add_limits(parser, lambda name: f": {getattr(load(), name):g}")
     row_options.add_software_share(parser)
     parser.add_argument("names", metavar="ROWS", help=(
@@ -43,9 +43,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--machine", metavar="NAME", help=(
         "predict the steps of ranks that compute before, by this machine's model: a supplied one "
         "or a .toml file (default: nothing is predicted)"))
-    measuring.add_backend(parser)
+    measuring.add(parser, "backend")
     measuring.add_stall(parser)
-    measuring.add_cluster(parser)
+    measuring.add(parser, "cluster")
 
 
 def run(arguments: argparse.Namespace, comm: Any) -> int:

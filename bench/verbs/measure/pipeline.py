@@ -54,7 +54,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--microbatch", type=options.whole(1), default=2, metavar="N",
                         help="sequences in a micro-batch (default 2)")
     options.add_dtype(parser)
-    options.add_recompute(parser)
+    options.add(parser, "recompute")
     parser.add_argument("--work", default="compute", choices=WORK, help=(
         "what actions do: compute layers, or wait for --times with the core given away, so that "
         "ranks may outnumber cores; messages and dependencies are real either way (default "
@@ -67,7 +67,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     options.add_torch(parser, "torch.distributed.pipelining is measured beside it, by gloo, in "
                               "turns: the same schedule, stages, layers or waits; a stage is one "
                               "rank")
-    options.add_pictures(parser)
+    options.add(parser, "pictures")
     parser.add_argument("--trace", metavar="FILE", help=(
         "write the actions of the median repetition and the clock's for chrome://tracing; with "
         "several schedules the name of each is put into the file's"))

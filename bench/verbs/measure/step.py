@@ -19,7 +19,7 @@ SIZES = {"layers": 4, "hidden": 512, "heads": 8, "vocab": 8192, "batch": 8, "seq
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``measure step``."""
-    measuring.add_out(parser)
+    measuring.add(parser, "out")
     measuring.add_repetitions(parser, beside.LIMITS.repetitions, beside.LIMITS.max_seconds)
     config_options.add_mesh(parser)
     config_options.add_fields(parser, Model, SIZES, SIZES)

@@ -128,14 +128,6 @@ def test_what_breaks_the_format_is_seen(name, tmp_path):
         chrome_trace.read_trace(tmp_path / "t.json")
 
 
-def test_own_times_are_those_outside_of_inner_spans():
-    found = own_times(made_up_trace())
-    assert found[0] == {("forward", "other"): pytest.approx(0.25e6),
-                        ("forward", "gemm"): 1.5e6, ("forward", "waiting"): 0.5e6,
-                        ("forward", "all_gather y"): 0.75e6}
-    assert found[1][("forward", "other")] == pytest.approx(2.25e6)
-
-
 def test_the_figure_has_a_lane_a_rank_and_names_the_longest_spans(tmp_path, capsys):
     path = tmp_path / "step.json"
     assert chrome_trace.write_file(path, made_up_trace()) == 0

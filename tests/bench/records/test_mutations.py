@@ -1,4 +1,6 @@
 """One bad file leaves itself out with its reason, however it is spoiled; the others are shown."""
+import os
+import re
 import shutil
 from pathlib import Path
 
@@ -54,10 +56,28 @@ def test_a_spoiled_file_leaves_itself_alone_out(whole, tmp_path):
             pass
 
 
+def flip(path) -> None:
+    """Flip a bit of a chunk of samples."""
+    with h5py.File(path) as file:
+        place = file["samples/forward"].id.get_chunk_info(0).byte_offset
+    raw = bytearray(path.read_bytes())
+    raw[place] ^= 1
+    path.write_bytes(raw)
+
+
 @pytest.mark.parametrize("change, reason", [
+    *((change, "is truncated, damaged, or no HDF5 file") for change in (
+        lambda path: os.truncate(path, path.stat().st_size // 2),
+        lambda path: os.truncate(path, 0), flip)),
+    (os.unlink, "does not exist"),
+    (spoils("/", key="format"), "is an HDF5 file, but not an mm3d run"),
+    (sets("/", schema_version=run_file.SCHEMA + 1),
+     "has schema version 4; this mm3d reads version 3: update mm3d"),
     (sets("/", schema_version=np.inf), "schema_version is inf"),
     (sets("/", schema_version=[3, 3]), "schema_version"),
     (spoils("traffic/words", "one number"), "traffic/words has the dim"),
+    (spoils("traffic/words", key="DIMENSION_LIST"), "words has a dimension without a scale"),
+    (spoils("samples/backward"), "is damaged or not a complete run: .*backward"),
     (spoils("clock/offset_error"), "offset_error"),
     (spoils("samples/forward", "all negative"), "numbers below 0"),
     (spoils("samples/forward", "all nan"), "has no number for some"),
@@ -74,10 +94,11 @@ def test_a_spoiled_file_leaves_itself_alone_out(whole, tmp_path):
 def test_what_is_checked_once_is_named(tmp_path, change, reason):
     path = run_file.write_run(limited(ROW), tmp_path, "a")
     change(path)
-    with pytest.raises(StoreError, match=reason):
+    with pytest.raises(StoreError, match=reason) as caught:
         run_file.read_run(path)
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
     errors, _ = check_file(path)
-    assert any(reason in line for line in errors), errors
+    assert any(re.search(reason, line) for line in errors), errors
 
 
 def test_an_array_larger_than_any_memory_is_not_read(tmp_path):

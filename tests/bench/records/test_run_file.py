@@ -14,7 +14,6 @@ from bench.cases.selection import select_rows
 from bench.errors import StoreError
 from bench.records import journal, run_file
 from bench.records.measurements import Measurements, Variable
-from mutations import sets, spoils
 from records import format_tables, made_up
 from support import ROOT
 
@@ -154,34 +153,6 @@ def test_a_failed_flush_leaves_nothing(tmp_path, monkeypatch):
     with pytest.raises(StoreError, match="No space left on device"):
         run_file.write_run(made_up(ROW), tmp_path, "a")
     assert not list(tmp_path.iterdir())
-
-
-def flip(path) -> None:
-    """Flip a bit of a chunk of samples."""
-    with h5py.File(path) as file:
-        place = file["samples/forward"].id.get_chunk_info(0).byte_offset
-    raw = bytearray(path.read_bytes())
-    raw[place] ^= 1
-    path.write_bytes(raw)
-
-
-DAMAGED = "is truncated, damaged, or no HDF5 file"
-
-
-@pytest.mark.parametrize("spoil, message", [
-    (lambda path: os.truncate(path, path.stat().st_size // 2), DAMAGED),
-    (lambda path: os.truncate(path, 0), DAMAGED), (flip, DAMAGED), (os.unlink, "does not exist"),
-    (spoils("/", key="format"), "is an HDF5 file, but not an mm3d run"),
-    (sets("/", schema_version=run_file.SCHEMA + 1),
-     "has schema version 4; this mm3d reads version 3: update mm3d"),
-    (spoils("samples/backward"), "is damaged or not a complete run: .*backward"),
-    (spoils("traffic/words", key="DIMENSION_LIST"), "words has a dimension without a scale")])
-def test_what_is_no_run_is_named(tmp_path, spoil, message):
-    path = run_file.write_run(made_up(ROW), tmp_path, "a")
-    spoil(path)
-    with pytest.raises(StoreError, match=message) as caught:
-        run_file.read_run(path)
-    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_folders_are_made_and_must_be_writable(tmp_path):

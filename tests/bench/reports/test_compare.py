@@ -274,13 +274,6 @@ def test_transports_of_one_set_are_cases_of_their_own(sets, capsys):
         assert "process, M 8" not in text.partition("About this comparison")[0]
 
 
-def test_the_same_results_do_not_differ(sets, capsys):
-    a = write_set(sets[0], 3, rows=ROWS[:2])
-    assert main(["compare", a, a, "--format", "csv"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 3 and all(line.endswith("no difference shown") for line in lines[1:])
-
-
 def test_recomputation_makes_a_case_of_its_own(sets, capsys):
     """Runs that compute more are neither repetitions of the others nor slower than they."""
     a = write_set(sets[0], 0, rows=ROWS[:1])

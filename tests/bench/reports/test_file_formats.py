@@ -10,7 +10,6 @@ from bench.reports.file_formats import HEAD, describe_fields
 from bench.prediction.machine_model import Achieved, Curve, Level, Line, Machine
 from bench.prediction.model_file import ModelFile, load_model
 from bench.prediction.meshes.rules_of_thumb import Rule, Rules, load_rules
-from support import status_of
 
 FORMATS = (Machine, Level, Achieved, Curve, Line, ModelFile, Rules, Rule)
 
@@ -62,8 +61,3 @@ def test_a_file_that_is_no_table_of_fields(tmp_path):
     path.write_text('title = "t"\nsource = "s"\nbatches = "b"\nrules = 3')
     with pytest.raises(UsageError, match="rules: a list would do, not a whole number"):
         load_rules(str(path))
-
-
-def test_an_unknown_name_is_refused_by_the_verb(capsys):
-    assert status_of(main, ["plan", "--rules", "none"]) == 2
-    assert "overview" in capsys.readouterr().err

@@ -120,7 +120,6 @@ def spread_out(file):
 
 
 DAMAGES = {
-    "truncated": (truncated, "is truncated, damaged, or no HDF5 file"),
     "earlier version": (sets("/", schema_version=2), "schema version 2; this mm3d"),
     "no verification": (spoils("verification"), "no verification: no time counts without one"),
     "failed verification": (writes("verification/error", 0.5, 1),

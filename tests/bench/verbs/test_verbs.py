@@ -107,6 +107,7 @@ WRONG = [("mesure", "did you mean measure?"), ("measure gem", "did you mean gemm
          ("schedule --schedule zbh", "did you mean zb-h"), ("run --preset lap", "mean laptop?"),
          ("train --gate mixtrl", "did you mean mixtral?"), ("run --table wek", "mean weak?"),
          ("plan --ranks 8 --hidden 64 --machine long", "did you mean longhorn?"),
+         ("plan --rules none", "overview"),
          ("dry --ranks 8 --hidden 64 --stages 2 --grid 2x2x1,", "or auto would do for each stage"),
          ("dry --ranks 8 --grid=", "--grid: its value is empty"),
          ("dry --ranks 8 --hidden 64 --heads 5", "a multiple of --heads 5, such as 65"),
@@ -129,6 +130,9 @@ WRONG = [("mesure", "did you mean measure?"), ("measure gem", "did you mean gemm
          ("measure gpu --part gemm --graph", "--graph: it is of --part layer, and would do"),
          ("plan --rules --expert-top 3", "--expert-top 3: the rules of --rules overview say it"),
          ("doctor --gpu whole --out /tmp --variable A=b", "--variable would do nothing here"),
+         ("doctor --ranks 0", "--ranks: '0': a whole number of at least 1 would do"),
+         ("doctor --variable MEANT", "--variable: 'MEANT': give it as NAME=VALUE"),
+         ("doctor --launcher srun'", "--launcher: No closing quotation"),
          ("report . --talk", "--talk would do nothing here: give --figures too"),
          ("plan --ranks 8 --hidden 64 --pictures /dev/null", "folder /dev/null cannot be written"),
          *((f"cube --{words}", said) for words, said in (
