@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from mm3d.checkpoints.index_file import Index
+from mm3d.model.architecture import PLAIN
+from mm3d.model.definition import architecture_facts
 
 OPTIMIZER = "optimizer."    # before the names of an optimizer's options
 
@@ -34,7 +36,9 @@ def compare_facts(path: Path, index: Index, model: Any, optimizer: Any) -> list[
         For another function.
     """
     function, training = known_facts(model, optimizer)
-    stated = index.model
+    stated = dict(index.model)
+    if "epsilon" in stated:    # of layers of this library: earlier ones were those of 2019
+        stated = architecture_facts(PLAIN) | stated
     other = [f"{name} is {stated[name]!r} there, {value!r} here"
              for name, value in function.items()
              if name in stated and stated[name] != value]

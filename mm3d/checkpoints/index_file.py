@@ -21,8 +21,8 @@ from mm3d.checkpoints.block_files import Block
 from mm3d.checkpoints.folder import INDEX
 from mm3d.checkpoints.together import describe_error
 
-FORMAT = "mm3d checkpoint, version 2"
-# What follows the HDF5 file, which HDF5 does not read.
+FORMAT, BEFORE = "mm3d checkpoint, version 2", "mm3d checkpoint, version 1"
+# What follows the HDF5 file in version 2, which HDF5 does not read.
 CHECKSUM = "\nCRC-32 of what is before: {:08x}\n"
 CHECKSUM_LINE = re.compile(rb"\nCRC-32 of what is before: [0-9a-f]{8}\n\Z")
 DROPOUT_STEP = "dropout_step"    # an attribute of the checkpoint and of models with dropout
@@ -113,27 +113,30 @@ def read_index(folder: Path) -> Index:
     if found and found[0] != CHECKSUM.format(zlib.crc32(data[:found.start()])).encode():
         raise OSError(f"{INDEX} is damaged: its checksum differs")
     try:
-        index, version = _parse_index(data)
+        index, version, checksum = _parse_index(data)
     except Exception as error:    # of any kind, as the bytes may be any without a checksum
         raise OSError(f"{INDEX} is damaged: {describe_error(error)}") from error
-    if version != FORMAT:
+    if version not in (FORMAT, BEFORE):
         raise OSError(f"{INDEX} is not of the format {FORMAT!r}, but {version!r}")
-    if not found:
+    if not (found if version == FORMAT else checksum):
         raise OSError(f"{INDEX} is damaged: its checksum is missing or differs")
     return index
 
 
-def _parse_index(data: bytes) -> tuple[Index, Any]:
-    """Return an index, and its version."""
+def _parse_index(data: bytes) -> tuple[Index, Any, bool]:
+    """Return an index, its version, and whether the blocks' table has a right checksum."""
     with h5py.File(io.BytesIO(data)) as file:
         attributes = _plain(file.attrs)
         version = attributes.pop("format", None)
         attributes.pop("comment", None)
         groups = {name: _plain(file[name].attrs) if name in file else {} for name in GROUPS}
-        table = json.loads(file["blocks"][()].tobytes())
+        text = file["blocks"][()].tobytes()
+        checksum = file["blocks"].attrs.get("crc32") == zlib.crc32(text)
+    table = json.loads(text)
     arrays = [ArrayInfo(**_tuples(info)) for info in table["arrays"]]
     blocks = [Block(**_tuples(block)) for block in table["blocks"]]
-    return Index({info.path: info for info in arrays}, blocks, attributes, **groups), version
+    index = Index({info.path: info for info in arrays}, blocks, attributes, **groups)
+    return index, version, checksum
 
 
 def storable_attributes(attributes: Mapping[str, Any]) -> dict[str, Any]:

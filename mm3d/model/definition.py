@@ -5,7 +5,7 @@ from typing import Any
 
 from mm3d.arrays.plain_numbers import plain_number
 from mm3d.grid.agreement import text_of
-from mm3d.model.architecture import FIELD
+from mm3d.model.architecture import FIELD, Architecture
 from mm3d.model.experts.options import ExpertOptions
 from mm3d.model.stack import Stack
 from mm3d.model.transformer_layers import transformer_layers
@@ -31,8 +31,7 @@ def define_transformer(stack: Stack, make_layers: Any) -> Definition:
     """Return the definition of a Transformer; parameters as in `mm3d.Transformer`."""
     function = {"layers": stack.layers, "hidden": stack.hidden, "heads": stack.heads,
                 "causal": bool(stack.causal), "epsilon": stack.architecture.epsilon}
-    function |= {f"{FIELD}.{name}": text_of(value) if isinstance(value, tuple) else value
-                 for name, value in vars(stack.architecture).items() if name != "epsilon"}
+    function |= architecture_facts(stack.architecture)
     made_by = getattr(make_layers, "func", make_layers)    # a part of the layers of a pipeline
     training = {"dtype": str(stack.dtype), "dropout": stack.dropout, "described_by": (
         TRANSFORMER if made_by is transformer_layers else text_of(made_by))}
@@ -40,6 +39,12 @@ def define_transformer(stack: Stack, make_layers: Any) -> Definition:
         training["mask_seed"] = stack.seed
     found = Definition({}, {}).extended(function, training)
     return found if stack.experts is None else found.extended(*_define_experts(stack.experts))
+
+
+def architecture_facts(architecture: Architecture) -> dict[str, Fact]:
+    """Return what an architecture adds to a definition, beside its epsilon."""
+    return _as_facts({f"{FIELD}.{name}": text_of(value) if isinstance(value, tuple) else value
+                      for name, value in vars(architecture).items() if name != "epsilon"})
 
 
 def _define_experts(experts: ExpertOptions) -> tuple[dict[str, Any], dict[str, Any]]:

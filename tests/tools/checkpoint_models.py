@@ -1,12 +1,15 @@
 """What tests of checkpoints ask of any model: its global arrays, and gradients given to it."""
 import os
 import warnings
+import zlib
 from pathlib import Path
 
+import h5py
 import numpy as np
 from mpi4py import MPI
 
 import mm3d
+from mm3d.checkpoints.index_file import CHECKSUM_LINE
 
 
 def set_gradients(model, seed: int) -> None:
@@ -87,3 +90,14 @@ class Calls:
                 act()
             return original(*given, **options)
         return call
+
+
+def as_before(path: Path) -> None:
+    """Make of a checkpoint one of version 1, which had no checksum of the whole index."""
+    index = path / "index.h5"
+    index.write_bytes(CHECKSUM_LINE.sub(b"", index.read_bytes()))
+    with h5py.File(index, "r+") as file:
+        file.attrs["format"] = "mm3d checkpoint, version 1"
+        file["blocks"].attrs["crc32"] = zlib.crc32(file["blocks"][()].tobytes())
+        for name in {"model", "training"} & {*file}:
+            del file[name]

@@ -11,7 +11,7 @@ import pytest
 
 import mm3d
 from mm3d.checkpoints.index_file import CHECKSUM_LINE, read_index
-from checkpoint_models import transformer
+from checkpoint_models import as_before, everything, same, transformer
 from reference import all_refuse
 
 
@@ -157,6 +157,24 @@ def test_an_index_is_read_while_another_program_has_locked_it(tmp_path):
     with open(path / "index.h5", "r+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         assert mm3d.restore(tmp_path, model).step == 1
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_checkpoints_of_the_version_before_are_read(tmp_path):
+    """Without a checksum of the whole index, but with one of the table of blocks."""
+    model = transformer()
+    optimizer = mm3d.AdamW(model, 0.1)
+    path = mm3d.save(tmp_path, model, optimizer, step=3, text="hello")
+    as_before(path)
+    other = transformer(seed=1)
+    again = mm3d.AdamW(other, 0.2)
+    found = mm3d.restore(tmp_path, other, again)
+    assert (found.step, found.attributes, again.lr) == (3, {"text": "hello"}, 0.1)
+    assert same(everything(other, again), everything(model, optimizer))
+    data = (path / "index.h5").read_bytes()
+    (path / "index.h5").write_bytes(data.replace(b'"offset":', b'"offsft":'))
+    with pytest.raises(OSError, match="damaged"):
+        mm3d.restore(tmp_path, other)
 
 
 def test_an_index_of_a_later_version_is_not_damaged(tmp_path):

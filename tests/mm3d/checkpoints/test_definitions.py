@@ -2,7 +2,7 @@
 import functools
 import inspect
 import warnings
-from dataclasses import fields
+from dataclasses import fields, replace
 from fractions import Fraction
 
 import h5py
@@ -15,7 +15,7 @@ from mm3d.config import OF_MESH
 from mm3d.model.stack import Stack
 from mm3d.model.transformer_layers import transformer_layers
 from mm3d.training.optimizers import Optimizer
-from checkpoint_models import everything, release, same, transformer
+from checkpoint_models import as_before, everything, release, same, transformer
 from reference import all_refuse
 
 GPT = dict(layers=2, hidden=8, heads=4, vocab=11, batch=4, seq=3)
@@ -132,6 +132,18 @@ def test_every_argument_is_in_the_definition_or_known_not_to_be():
     release(model)
 
 
+def test_a_checkpoint_from_before_architectures_is_of_the_plain_one(tmp_path):
+    """It is read without a word, and not into another model of the same shapes."""
+    one, other, windowed = transformer(), transformer(seed=1), transformer(window=2, causal=True)
+    one.definition = replace(one.definition, function={
+        name: fact for name, fact in one.definition.function.items()
+        if not name.startswith("architecture.")})
+    mm3d.save(tmp_path, one, step=1)
+    assert restored(tmp_path, other) == "" and same(everything(other), everything(one))
+    with pytest.raises(ValueError, match="architecture.window is 'none' there, 2 here"):
+        mm3d.restore(tmp_path, windowed)
+
+
 @pytest.mark.ranks(4)
 def test_a_llama_is_read_on_another_mesh(comm, shared_tmp_path):
     """Groups of heads, and both products of a gate, lie elsewhere there."""
@@ -244,6 +256,15 @@ def test_momentum_may_begin_and_end(tmp_path, before, after):
 
 
 # --- What cannot be told ---------------------------------------------------------------------
+
+def test_a_checkpoint_of_the_version_before_does_not_say(tmp_path):
+    one = gpt()
+    as_before(mm3d.save(tmp_path, one, mm3d.SGD(one, 0.1), step=1))
+    other = gpt(seed=3)
+    text = restored(tmp_path, other, mm3d.SGD(other, 0.1))
+    assert "the checkpoint does not say" in text and "heads" in text and "cannot be told" in text
+    assert same(everything(other), everything(one))
+    release(one, other)
 
 
 def test_a_model_of_ones_own_without_a_definition(tmp_path):
