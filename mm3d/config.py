@@ -26,12 +26,33 @@ def said(about: str, *default: Any, **more: Any) -> Any:
 
 @dataclass(frozen=True)
 class Model(PlainFields):
-    """State a GPT, and the batch of a step; each field says in its metadata what it is.
+    """State a GPT, and the batch of a step.
 
-    Sizes are global.  The heads divide `hidden`; each micro-batch of each replica has at least one
-    sequence; any `vocab` is divided without padding.  See `mm3d.Transformer` for `dtype` and
-    `master`, `mm3d.model.dropout` for `dropout`, `mm3d.model.experts` and `mm3d.Architecture`, and
-    `mm3d.model.cross_entropy.CrossEntropy` for `label_smoothing` and `z_loss`.
+    Attributes
+    ----------
+    layers, hidden, heads : int
+        Number of layers, features of the residual stream, attention heads, which divide it.
+    batch, seq : int
+        Global number of sequences of a step, at least one for each micro-batch of each replica,
+        and positions in each.
+    vocab : int
+        Number of tokens; any, it is divided without padding.
+    seed : int
+        Seed of the initial parameters, and of the masks of dropout.
+    dtype, master : str, str or None
+        As for `mm3d.Transformer`.
+    tied : bool
+        Whether logits are computed with the embedding's table.
+    dropout : float
+        See `mm3d.model.dropout`.  Attention probabilities are not dropped.
+    experts : ExpertOptions or None
+        See `mm3d.model.experts`.
+    label_smoothing, z_loss : float
+        See `mm3d.model.cross_entropy.CrossEntropy`.
+    ignored : int
+        The target of positions that do not count.
+    architecture : Architecture
+        See `mm3d.Architecture`.
     """
 
     layers: int = said("Transformer layers", least=1)
@@ -72,14 +93,27 @@ class Model(PlainFields):
 
 @dataclass(frozen=True)
 class Division(PlainFields):
-    """State how ranks divide a model, and when each works; fields say in metadata what they are.
+    """State how ranks divide a model, and when each works.
 
-    It changes results by rounding alone.  See `mm3d.Mesh` for data, context, shards, stages,
-    scheme, grid and backend, `mm3d.Pipeline` for expert_parallel, in_flight and synchronous, and
-    for others `mm3d.schemes.cube.Cube` (overlap: None is "auto"),
-    `mm3d.model.attention.layer.RingAttention` (context_way), `mm3d.training.data_parallel` (zero)
-    and `mm3d.model.recomputation`.  `schedule` is a name or a `Schedule`, which says how many
-    micro-batches there are.
+    It changes results by rounding alone.
+
+    Attributes
+    ----------
+    data, context, shards, stages, scheme, grid, backend
+        As for `mm3d.Mesh`.
+    overlap : {None, "auto", False, True, 2, 4, 8}
+        Of schemes that have it, see `mm3d.schemes.cube.Cube`; None is "auto".
+    context_way : {"gather", "ring"}
+        See `mm3d.model.attention.layer`.
+    zero : {0, 1, 2, 3}
+        What replicas divide, see `mm3d.training.data_parallel`.
+    schedule, microbatches : str or Schedule, int
+        What each stage does, and in which order; a `Schedule` says how many micro-batches there
+        are.
+    recompute : str
+        See `mm3d.model.recomputation`.
+    expert_parallel, in_flight, synchronous
+        As for `mm3d.Pipeline`.
     """
 
     data: int = said("replicas, among which the batch is divided", 1, least=1)

@@ -2,6 +2,10 @@
 import errno
 import os
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +16,41 @@ import mm3d
 from mm3d.checkpoints.folder import checkpoints
 from mm3d.checkpoints.index_file import read_index
 from checkpoint_models import transformer
+from support import LIMIT, clean_environment, run_ranks
+
+# Saves for ever: in step n all elements are n.
+ENDLESS = """
+import sys, mm3d
+from mpi4py import MPI
+comm, (folder, hidden) = MPI.COMM_WORLD, sys.argv[1:]
+scheme = mm3d.scheme("1d", comm, grid=(comm.size,))
+model = mm3d.Transformer(scheme, layers=1, hidden=int(hidden), heads=2, batch=2, seq=2)
+optimizer = mm3d.SGD(model, 0.1, momentum=0.5)
+try:
+    step = mm3d.restore(folder, model, optimizer).step
+except FileNotFoundError:
+    step = 0
+while True:
+    step += 1
+    for index, t in enumerate(model.trained):
+        t.master[...] = optimizer.state["momentum"][index][...] = step
+    mm3d.save(folder, model, optimizer, step=step, keep=2)
+    if comm.rank == 0:
+        print(step, flush=True)
+"""
+
+
+def is_complete(folder: Path, hidden: int) -> int:
+    """The step of the newest checkpoint, whose elements are all that step; 0 without one."""
+    scheme = mm3d.scheme("serial", MPI.COMM_SELF)
+    model = mm3d.Transformer(scheme, layers=1, hidden=hidden, heads=2, batch=2, seq=2)
+    optimizer = mm3d.SGD(model, 0.1, momentum=0.5)
+    if not checkpoints(folder):
+        return 0
+    step = mm3d.restore(folder, model, optimizer).step
+    for index, t in enumerate(model.trained):
+        assert (t.master == step).all() and (optimizer.state["momentum"][index] == step).all()
+    return step
 
 
 # --- Killed ----------------------------------------------------------------------------------
@@ -59,6 +98,35 @@ def test_what_is_there_at_any_moment_is_complete(tmp_path, monkeypatch):
     monkeypatch.undo()
 
 
+def kill_one(folder: Path, ranks: int, hidden: int, seconds: float) -> None:
+    """Start a job that saves for ever, and kill all of it after its first checkpoint."""
+    script = folder.with_suffix(".py")
+    script.write_text(ENDLESS)
+    argv = [sys.executable, str(script), str(folder), str(hidden)]
+    command = mm3d.launcher.mpirun_command(ranks, *argv) if ranks > 1 else argv
+    job = subprocess.Popen(command, stdout=subprocess.PIPE, env=clean_environment(),
+                           start_new_session=True)
+    try:
+        assert job.stdout.readline()
+        time.sleep(seconds)
+    finally:
+        os.killpg(job.pid, signal.SIGKILL)
+        job.wait()
+        job.stdout.close()
+
+
+@pytest.mark.parametrize("ranks, kills, hidden", [
+    (1, 2, 64), *(pytest.param(*case, marks=[pytest.mark.slow, pytest.mark.limit(600)])
+                  for case in ((1, 30, 256), (2, 20, 64)))])
+def test_a_job_that_is_killed_goes_on_from_its_last_checkpoint(tmp_path, ranks, kills, hidden):
+    random, last = np.random.default_rng(time.time_ns()), 0
+    for _ in range(kills):
+        kill_one(tmp_path / "run", ranks, hidden, random.uniform(0, 0.2))
+        step = is_complete(tmp_path / "run", hidden)
+        assert step > last and len(checkpoints(tmp_path / "run")) <= 3
+        last = step
+
+
 # --- Errors ----------------------------------------------------------------------------------
 
 def lines(comm, act, kind=OSError) -> str:
@@ -68,6 +136,28 @@ def lines(comm, act, kind=OSError) -> str:
     text = comm.allgather(str(caught.value))
     assert len(set(text)) == 1 and "\n" not in text[0]
     return text[0]
+
+
+@pytest.mark.ranks(1, 4)
+def test_a_full_disk_leaves_the_checkpoints_before(comm, shared_tmp_path, monkeypatch):
+    """On the last rank alone, where ranks are several."""
+    model = transformer(comm)
+    mm3d.save(shared_tmp_path, model, step=1)
+
+    def full(*given):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    if comm.rank == comm.size - 1:
+        monkeypatch.setattr(os, "pwrite", full)
+    line = lines(comm, lambda: mm3d.save(shared_tmp_path, model, step=2))
+    assert "step 2" in line and f"No space left on device (rank {comm.size - 1}" in line
+    monkeypatch.undo()
+    if comm.rank == 0:
+        monkeypatch.setattr(os, "fsync", full)
+    assert "No space left" in lines(comm, lambda: mm3d.save(shared_tmp_path, model, step=2))
+    monkeypatch.undo()
+    comm.Barrier()
+    assert os.listdir(shared_tmp_path) == ["step-00000001"]
+    assert mm3d.restore(shared_tmp_path, model).step == 1
 
 
 @pytest.mark.ranks(1, 4)
@@ -164,3 +254,16 @@ def test_the_newest_are_kept_and_a_step_may_come_twice(tmp_path):
         "step-00000009", "step-00000009.1", "step-00000010", "step-100000000"]
     mm3d.save(tmp_path, model, step=5, keep=1)     # what was written last is never removed
     assert [p.name for p in checkpoints(tmp_path)] == ["step-00000005", "step-100000000"]
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_ends_the_job(tmp_path):
+    """Within the time of the guard; the checkpoint before it stays."""
+    script = tmp_path / "job.py"
+    script.write_text(ENDLESS.replace("    if comm.rank == 0:", """\
+    if comm.rank == 1 and step == 3:
+        import os
+        os.kill(os.getpid(), 9)
+    if comm.rank == 0:"""))
+    done = run_ranks(2, str(script), str(tmp_path / "run"), "64", timeout=min(60, LIMIT))
+    assert done.returncode and is_complete(tmp_path / "run", 64) >= 3
