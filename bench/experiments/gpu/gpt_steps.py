@@ -6,6 +6,7 @@ bits both compute with values of 16 bits and change masters of 32.  mm3d sums gr
 PyTorch rounds them to 16, and copies them to 32 for the masters.
 """
 
+import gc
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,8 @@ class GptStep:
 
     def __init__(self, mode: Mode, sizes: dict[str, Any], seed: int) -> None:
         self.library = mode.backend
+        gc.collect()    # what models before have left is no longer in use
+        self.before = self.library.memory()["in_use"]
         self.model = make_gpt(mode.backend, mode.dtype, sizes, seed=seed, drawn=False)
         values = gpt2_values(sizes["layers"])
         for p in self.model.trained:
@@ -69,11 +72,11 @@ class GptStep:
         return loss
 
     def peak(self) -> int:
-        """Take two steps; return the most bytes of arrays at a time in the second."""
+        """Take two steps; return the most bytes of its arrays at a time in the second."""
         self()
         self.library.reset_peak()
         self()
-        return self.library.memory()["peak"]
+        return self.library.memory()["peak"] - self.before
 
     def check(self) -> dict[str, Array]:
         """Return the gradients of a step that changes nothing, by the names that checks use."""
