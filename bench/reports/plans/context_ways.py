@@ -42,9 +42,9 @@ def context_parts(asked: Training, places: Sequence[Place]) -> list[Part]:
                 "the library waits for each block. If hidden: a ring whose blocks travel while "
                 "attention computes, as far as that takes as long, which the library does not do",
                 "a way is faster, or smaller, if it takes 1 % less at least; GiB: at the peak of "
-                "the first rank, by a dry run, parameters among it; most of it are scores of all "
-                "heads at once, of a chunk of queries with all keys, or with a chunk of them in a "
-                "ring, as the library computes on a GPU: a fused kernel would hold none"])]
+                "the first rank, by a dry run, parameters among it; of a ring most are scores "
+                "of all heads at once, of a chunk of queries with a chunk of keys, which its "
+                "backward holds on a GPU: attention to gathered keys holds none in 16 bits"])]
 
 
 def winners(one: Place) -> list[str]:
