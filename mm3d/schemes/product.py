@@ -10,21 +10,32 @@ from mm3d.grid.split import Split
 
 
 class Product(ABC):
-    """Compute the distributed C = A B of a linear layer, and its gradients."""
+    """Compute the distributed C = A B of a linear layer, and its gradients.
 
-    weight: Layout    # of B
-    # Whether dB is computed, summed over the ranks and returned in float32 if the operands have 16
-    # bits.
+    Attributes
+    ----------
+    weight : Layout
+        Layout of B.
+    accumulate_float32 : bool
+        Whether dB is computed, summed over the ranks and returned in float32 if the operands
+        have 16 bits.
+    empty_gradient : callable or None
+        Allocates dB from its shape and dtype, where the product that makes it is the last step,
+        see `mm3d.model.parameters.Parameter.empty_gradient`; None allocates it as any array.
+    overlap : bool
+        Whether `mm3d.schemes.overlap.Overlap` computes forward and backward instead, while
+        communication goes on.  Only a `mm3d.schemes.cube.CubeProduct` can have it.
+    gathered_along : Split or None
+        How B is divided in the direction along which it is gathered; None if it is not gathered.
+    operands : dict of str to str
+        For observers: the matrix that an attribute, such as the Split `a`, moves, by its name.
+    """
+
+    weight: Layout
     accumulate_float32 = False
-    # Allocates dB from its shape and dtype, where the product that makes it is the last step, see
-    # `mm3d.model.parameters.Parameter.empty_gradient`; None allocates it as any array.
     empty_gradient: Callable[..., Array] | None = None
-    # Whether `mm3d.schemes.overlap.Overlap` computes forward and backward instead, while
-    # communication goes on.  Only a `mm3d.schemes.cube.CubeProduct` can have it.
     overlap = False
-    # How B is divided in the direction along which it is gathered; None if it is not gathered.
     gathered_along: Split | None = None
-    # For observers: the matrix that an attribute, such as the Split `a`, moves, by its name.
     operands = {"a": "A", "b": "B", "c": "C"}
 
     def use_weight(self, weight: Any) -> None:

@@ -34,7 +34,6 @@ from mm3d.tracing.events import Gemm, HALVES, PHASES
 from mm3d.tracing.trace import Trace
 
 sized_once = cache(BlockSizes)
-LOGIT_ARRAYS = 2    # that the ends of a GPT hold at once
 # Bytes that the ends read and write, forward and backward: in arrays of logits, and of a table of
 # words, as gradients are added to those of the head and of the embedding.
 END_PASSES = {"numpy": ((8, 0), (6, 0)), "own": ((1, 0), (3, 7)), "fused": ((2, 0), (2, 0))}
@@ -157,9 +156,8 @@ def screened_bytes(training: Training, layer: Layer) -> tuple[LayerBytes, float]
     if machine.elementwise_block == sys.maxsize and (size > 2 or layer.way == "ring"):
         working = max(working, arrays * max(size, 4) * elements[-1] / blocks.sizes.group)
     working += size * blocks.words_of_others(layer.way)    # keys and values, and gradients
-    logits = _logits(training, layer)
-    return (LayerBytes(saved, operands, working, max(working, size * LOGIT_ARRAYS * logits),
-                       grown),
+    logits = _logits(training, layer)    # their gradient overwrites them
+    return (LayerBytes(saved, operands, working, max(working, size * logits), grown),
             achieved_seconds(machine, {"memory": size * float(moved)
                                        / machine.memory_bandwidth}))
 

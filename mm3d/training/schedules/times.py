@@ -17,16 +17,23 @@ def exact(value: Exact) -> Fraction:
 
 @dataclass(frozen=True)
 class Times:
-    """Hold the times of the steps in each stage, in any one unit."""
+    """Hold the times of the steps in each stage, in any one unit.
 
-    # By stage: F; B, the gradient of the input; W, the gradient of the weights.
+    Attributes
+    ----------
+    forward, backward, weights : tuple of Fraction
+        By stage: F; B, the gradient of the input; W, the gradient of the weights.
+    hop : Fraction
+        From the end of an action to the arrival of its result on another rank.  Neither rank is
+        busy with it.
+    links : mapping of (int, int) to Fraction
+        Hops from a rank to another that take another time than `hop`.
+    """
+
     forward: tuple[Fraction, ...]
     backward: tuple[Fraction, ...]
     weights: tuple[Fraction, ...]
-    # From the end of an action to the arrival of its result on another rank.  Neither rank is busy
-    # with it.
     hop: Fraction = Fraction(0)
-    # Hops from a rank to another that take another time than `hop`.
     links: Mapping[tuple[int, int], Fraction] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -20,8 +20,8 @@ from bench.prediction.machine_model import load_machine
 from bench.prediction.model_file import SIZES, ModelFile, load_model
 from bench.prediction.training_plans import screening, search
 from bench.prediction.training_plans.choices import Choice, Training
-from bench.prediction.training_plans.layer_work import (Layer, screen_layer, screened_work,
-                                                        trace_layer, traced_work)
+from bench.prediction.training_plans.layer_work import (Layer, screen_layer, screened_bytes,
+                                                        screened_work, trace_layer, traced_work)
 from bench.prediction.pipelines.training_step import layer_parameters
 from bench.reports.plans.training_plans import command_lines, remarks
 from bench.verbs import train
@@ -218,6 +218,17 @@ def test_closed_forms_of_a_gpts_ends_are_near_the_dry_run_of_this_librarys_kerne
         near = screened_work(layer, screen_layer(asked, layer), price)
         exact = traced_work(asked, layer, trace_layer(asked, layer))
         assert near.ends == pytest.approx(exact.ends, rel=.06)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("scheme, sizes", [("1d-sp", {"x": 2}), ("3d", {"x": 2, "y": 1, "z": 1})])
+def test_no_plan_is_left_out_for_logits_that_are_held_once(dtype, scheme, sizes):
+    """Of a vocabulary 100 times as wide as the layers."""
+    asked = Training(load_model("qwen2-1.5b"), 8, 8, 32768, dtype, load_machine("dgx-h100"))
+    layer = Layer(scheme, GridShape.from_sizes(sizes), 2, "full", False)
+    near, exact = screened_bytes(asked, layer)[0], traced_work(
+        asked, layer, trace_layer(asked, layer)).filled
+    assert near.ends_working < screening.SLACK * exact.ends_working
 
 
 def written(model: ModelFile, folder) -> str:

@@ -93,3 +93,12 @@ def test_it_is_refused_on_all_ranks_alike(comm):
                       dict(data=2, stages=2, grid=(2, 1, 1))):
         with all_refuse(comm):
             mm3d.Mesh(comm, **arguments)
+
+
+@pytest.mark.ranks(4)
+def test_a_mesh_frees_the_communicators_of_its_grids(comm):
+    mesh = mm3d.Mesh(comm, data=2, scheme="1d", grid=(2,))
+    made = [axis.comm for grid in (mesh.scheme.grid, mesh.data_grid)
+            for axis in grid.axes.values() if axis.size > 1]
+    mesh.free()
+    assert len(made) > 1 and not any(made)
