@@ -50,8 +50,12 @@ class Difference:
 
     Attributes
     ----------
+    ratio : float
+        Geometric mean of the second side over that of the first.
     low, high : float
         The confidence interval of the ratio.
+    p : float
+        The p value of the hypothesis that the ratio is 1.
     """
 
     ratio: float

@@ -50,7 +50,8 @@ def add_choice(parser: argparse.ArgumentParser, capacity: float | None) -> None:
 def add_layers(parser: argparse.ArgumentParser) -> None:
     """Add the options of a model some of whose layers have experts."""
     parser.add_argument("--experts", type=options.whole(1), metavar="N", help=(
-        "put N experts in place of the perceptron of some layers (default: none)"))
+        "put N experts in place of the perceptron of some layers (default: those of "
+        "--model, or none)"))
     add_choice(parser, Experts.capacity)
     parser.add_argument("--expert-every", type=options.whole(1), metavar="N", help=(
         f"one layer of so many has experts, with 1 all (default {Experts.every})"))

@@ -31,7 +31,7 @@ def part_title(part: str) -> str:
 
 
 def mean_parts(run: Run) -> dict[str, dict[str, float]] | None:
-    """Compute the mean seconds of each of the `stacked_parts` in a traced step, by phase.
+    """Compute mean seconds of each of the `stacked_parts` in a step, by phase; None if untraced.
 
     Means are over traced repetitions and ranks.  A rank's wait for the slowest at the end of a
     phase is "waiting", so the parts of a phase add up to the mean time of traced repetitions;

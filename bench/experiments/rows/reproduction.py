@@ -41,9 +41,11 @@ def measure_cases(cases: list[Row], options: list[str], progress: Any) -> Stoppe
     """
     def stop(number: int, frame: Any) -> None:
         raise Stopped(number)
-    handlers = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         try:
+            for number in handlers:
+                signal.signal(number, stop)
             for ranks in dict.fromkeys(one.ranks for one in cases):
                 progress.say(f"starting {ranks} ranks")
                 measure_in_jobs([one for one in cases if one.ranks == ranks], options, progress)

@@ -5,6 +5,7 @@ import os
 import re
 import resource
 import signal
+from types import SimpleNamespace
 
 import pytest
 from mpi4py import MPI
@@ -15,7 +16,7 @@ from bench.cases.case import make_case
 from bench.cases.selection import select_rows
 from bench.cases.variants import Variant
 from bench.errors import UsageError
-from bench.experiments.rows import resume
+from bench.experiments.rows import reproduction, resume
 from bench.records import journal
 from bench.records.journal import Journal
 from bench.verbs import reproduce as reproduce_verb, run
@@ -204,6 +205,20 @@ def test_a_signal_ends_it_with_what_is_there(tmp_path, sign, name):
     assert last["event"] == "end" and last["outcome"] == "stopped" and 1 <= there < 6
     assert (journal.unfinished_reproduction(entries(tmp_path)).order
             == entries(tmp_path)[0]["order"])
+
+
+def test_a_signal_that_comes_while_it_is_awaited_is_heard(monkeypatch):
+    handle, before = signal.signal, signal.getsignal(signal.SIGTERM)
+
+    def and_then(number, handler):
+        handle(number, handler)
+        if handler is not before and number == signal.SIGTERM:
+            os.kill(os.getpid(), number)
+    monkeypatch.setattr(signal, "signal", and_then)
+    progress = SimpleNamespace(close=lambda: closed.append(True))
+    closed: list[bool] = []
+    assert str(reproduction.measure_cases([], [], progress)) == "SIGTERM"
+    assert closed and signal.getsignal(signal.SIGTERM) is before
 
 
 @pytest.mark.slow
