@@ -45,7 +45,7 @@ def table_of_differences(comm: Any) -> Table:
         exact = compute_alone(start)
         spread = measure_reference(start, comm).spread
         for scheme in (name for name in SCHEMES if fits(name, comm.size)):
-            found = compute_step(start, Way(dtype, master, scheme), comm)
+            found = compute_step(start, Way(dtype, master, 1, 99, scheme), comm)
             worst, over = dict.fromkeys(KINDS, 0.0), 0.0
             for place, a in found.items():
                 if place.kind in KINDS:

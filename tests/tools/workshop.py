@@ -31,12 +31,13 @@ class Workshop:
 
     @property
     def way(self) -> Way:
-        """Return how steps are computed."""
-        return Way(self.start.model.dtype, self.start.model.master)
+        """Return how steps are computed: another order than those of the envelope."""
+        return Way(self.start.model.dtype, self.start.model.master, 1, 99)
 
     def step(self, start: Start | None = None, look: Callable | None = None) -> Tensors:
-        """Compute a step up to the gradients; `look` may change the model before."""
-        return compute_step(start or self.start, self.way, self.comm, look)
+        """Compute a step up to the gradients; what `look` changes is in the dump's own order."""
+        way = self.way if look is None else replace(self.way, seed=0)
+        return compute_step(start or self.start, way, self.comm, look)
 
     def finish(self, tensors: Tensors, **optimizer: Any) -> Tensors:
         """Add the norm and the weights after a step, as they follow from the gradients."""

@@ -10,6 +10,7 @@ from scipy.special import ndtr
 
 from bench.experiments.dump.places import (LOSS, NORM, Place, border_names, mask_names,
                                            tensor_names)
+from bench.experiments.dump.reordering import Reordering
 from bench.experiments.dump.roundings import straightforward_attention
 from mm3d.arrays.backend import backend_of, host_dtype
 from mm3d.config import Config, Division, Model
@@ -42,7 +43,7 @@ class Start:
         Whether GELU is that of the error function, and not of tanh.
     documents : ndarray of int, optional
         The number of each position's document, (batch, seq), where a position attends only to
-        those of its own; such a step is computed by one rank.
+        those of its own; such a step is computed by one rank, in one micro-batch.
     """
 
     family: str
@@ -57,18 +58,22 @@ class Start:
 
 @dataclass(frozen=True)
 class Way:
-    """State how a step is computed.
+    """State how a step is computed: the type of arrays, and the order of sums.
 
     Attributes
     ----------
     master : str or None
         The type of parameters and gradients, if another.
+    microbatches, seed : int
+        Micro-batches, and the seed of the order of features and sequences, 0 for their own.
     scheme, grid : str, tuple of int or None
         How the ranks divide it.
     """
 
     dtype: str
     master: str | None = None
+    microbatches: int = 1
+    seed: int = 0
     scheme: str = "serial"
     grid: tuple[int, ...] | None = None
 
@@ -85,16 +90,20 @@ def compute_step(start: Start, way: Way, comm: Any,
     Returns
     -------
     dict of Place to ndarray
-        All tensors up to the gradients' norm, global and in float64.
+        All tensors up to the gradients' norm, global, in float64 and in the dump's order.
     """
-    gpt = _build(start, way, comm)
+    order = Reordering.draw(start.model, way.seed)
+    gpt = _build(start, way, comm, order)
     try:
-        _fix_masks(gpt, start.masks)
+        _fix_masks(gpt, start.masks, order)
         if look is not None:
             look(gpt)
-        found = _Found(gpt, start)
-        found.tensors[Place(LOSS)] = np.float64(gpt.step(start.tokens, start.targets))
-        gradients = {p.name: p.gather(wide(p.grad)) for p in gpt.trained}
+        found = _Found(gpt, start, order.back())
+        loss = gpt.step(order.sequences(start.tokens), order.sequences(start.targets))
+        found.tensors[Place(LOSS)] = np.float64(loss)
+        back = order.back()
+        gradients = {p.name: back.parameter(p.name, p.gather(wide(p.grad)))
+                     for p in gpt.trained}
     finally:
         gpt.free()
     named = to_tensors(start.family, gpt.config.model, gradients)
@@ -108,16 +117,18 @@ def compute_alone(start: Start, look: Callable[[GPT], None] | None = None) -> Te
     return compute_step(start, Way("float64"), MPI.COMM_SELF, look)
 
 
-def _build(start: Start, way: Way, comm: Any) -> GPT:
+def _build(start: Start, way: Way, comm: Any, order: Reordering) -> GPT:
     """Return the model with its weights, on the ranks."""
     model = replace(start.model, dtype=way.dtype, master=way.master)
-    gpt = GPT(Config(model, Division(scheme=way.scheme, grid=way.grid)), comm)
-    gpt.load(to_parameters(start.family, model, start.weights))
+    gpt = GPT(Config(model, Division(scheme=way.scheme, grid=way.grid,
+                                     microbatches=way.microbatches)), comm)
+    state = to_parameters(start.family, model, start.weights)
+    gpt.load({name: order.parameter(name, a) for name, a in state.items()})
     for layer in (layer for block in gpt.chunks[0].layers.layers for layer in block.layers):
         if start.erf and isinstance(layer, Gelu):
             layer.__class__ = ErfGelu
         if start.documents is not None and hasattr(layer, "pair"):
-            layer.pair = straightforward_attention(documents=start.documents)
+            layer.pair = straightforward_attention(documents=order.sequences(start.documents))
     return gpt
 
 
@@ -147,19 +158,21 @@ class ErfGelu(Gelu):
 class _Found:
     """Keep the outputs of modules and their gradients as a model computes them."""
 
-    def __init__(self, gpt: GPT, start: Start) -> None:
+    def __init__(self, gpt: GPT, start: Start, back: Reordering) -> None:
         self.tensors: Tensors = {}
         (chunk,), ends = gpt.chunks, gpt.chains[-1]
+        self._parts: dict[Place, list[np.ndarray]] = {}
+        self._micros, self._back = gpt.schedule.microbatches, back
         first, *layers, norm, head = border_names(start.family, start.model.layers)
         steps = len(chunk.layers.layers) // len(layers)
 
         def whole(a: Any) -> np.ndarray:
-            return np.array(chunk.unshard(wide(a)))    # whose memory is used again
+            return chunk.unshard(wide(a))
 
         def logits(a: Any) -> np.ndarray:
             space = ends.output.loss.space
             shape = (*chunk.shape[:2], start.model.vocab)
-            return np.array(space.layout().unshard(wide(a), chunk.grid, shape))
+            return space.layout().unshard(wide(a), chunk.grid, shape)
         blocks = chunk.layers.layers
         # The input of the first block is what the embedding, and dropout, put out.
         self._watch(blocks[0], "", first, whole, first=True)
@@ -181,32 +194,41 @@ class _Found:
 
         def keep_output(x: Any, *rest: Any) -> Any:
             if first:
-                self.tensors[Place("activation", given)] = whole(x)
+                self._keep(Place("activation", given), whole(x))
             results = once(x, *rest)
             if output:
-                self.tensors[Place("activation", output)] = whole(results[0])
+                self._keep(Place("activation", output), whole(results[0]))
             return results
 
         def keep_gradient(dy: Any, *rest: Any) -> Any:
             dx = back(dy, *rest)
             if given:
-                self.tensors[Place("activation gradient", given)] = (inputs or whole)(dx)
+                self._keep(Place("activation gradient", given), (inputs or whole)(dx))
             return dx
         layer.forward, layer.backward = keep_output, keep_gradient
 
+    def _keep(self, place: Place, a: np.ndarray) -> None:
+        """Keep the part of a micro-batch; all of it when the last one is there."""
+        parts = self._parts.setdefault(place, [])
+        parts.append(np.array(a, np.float64))
+        if len(parts) == self._micros:
+            self.tensors[place] = self._back.output(place, np.concatenate(parts))
 
-def _fix_masks(gpt: GPT, masks: Mapping[str, np.ndarray]) -> None:
+
+def _fix_masks(gpt: GPT, masks: Mapping[str, np.ndarray], order: Reordering) -> None:
     """Let dropout use given masks instead of drawn ones."""
     if not gpt.config.model.dropout:
         return
     drops = [gpt.chains[-1].dropout, *(block.dropout for block in gpt.chunks[0].layers.layers)]
     names = mask_names(gpt.config.model.layers)
     for drop in drops:
-        mask = np.asarray(masks[names[drop.name]])
+        mask = order.output(Place("mask"), np.asarray(masks[names[drop.name]]))
         drop.scale = 1 / (1 - gpt.config.model.dropout)
 
         def factors(drop: Any = drop, mask: np.ndarray = mask) -> np.ndarray:
-            return mask[drop.space.layout().slices(drop.space.grid, drop.shape)] * drop.scale
+            rows, *rest = drop.space.layout().slices(drop.space.grid, drop.shape)
+            first = drop.key.place[1]
+            return mask[(slice(first + rows.start, first + rows.stop), *rest)] * drop.scale
         drop._draw_factors = factors
 
 
@@ -222,7 +244,7 @@ def target_losses(logits: np.ndarray, targets: np.ndarray, ignored: int) -> np.n
 def compute_update(start: Start, way: Way, comm: Any, optimizer: Mapping[str, Any],
                    gradients: Mapping[str, np.ndarray]) -> Tensors:
     """Compute the weights after a first step of an optimizer by given gradients."""
-    gpt = _build(start, way, comm)
+    gpt = _build(start, way, comm, Reordering.draw(start.model, 0))
     try:
         given = to_parameters(start.family, gpt.config.model, gradients)
         for p in gpt.trained:

@@ -18,9 +18,9 @@ from bench.__main__ import main
 from bench.errors import UsageError
 from bench.experiments.dump import names
 from bench.experiments.dump.causes import explain
-from bench.experiments.dump.computation import compute_alone
+from bench.experiments.dump.computation import Way, compute_alone, compute_step
 from bench.experiments.dump.dumps import check_same_start, read_dump
-from bench.experiments.dump.envelopes import measure_reference
+from bench.experiments.dump.envelopes import Distance, measure_reference
 from bench.experiments.dump.patterns import packed_documents
 from bench.experiments.dump.places import LOSS, Place, in_order
 from bench.experiments.dump.telling import tell_both
@@ -236,6 +236,14 @@ def test_a_loss_with_the_bits_of_16_was_computed_in_them(right):
         dump = replace(right, model=replace(right.model, dtype=dtype),
                        tensors={Place(LOSS): np.float64(loss)})
         assert program_of(dump).loss == found
+
+
+def test_orders_of_summation_change_rounding_alone(right):
+    exact = compute_alone(start_of(right))
+    for way in (Way("float64", seed=7), Way("float64", None, 4, 8)):
+        for place, a in compute_step(start_of(right), way, ALONE).items():
+            gap = Distance.between(a, exact[place]).whole
+            assert gap <= 1e-13 * np.sqrt((exact[place] ** 2).sum()), place
 
 
 def test_a_part_of_a_dump_is_judged_and_the_rest_is_not(copy, capsys):
