@@ -228,13 +228,14 @@ def make_record(one: TrainingCase, settings: TrainingSettings, training: TimedTr
     configuration = one.settings | asdict(settings.limits) | {
         "order": settings.order, "ended_by": ended_by}
     taken: dict[str, Any] = {"samples": seconds}
+    labels: dict[str, Any] = {}
     if predicted:
-        taken["predicted"] = list(predicted.values())
+        taken["predicted"], labels = list(predicted.values()), {"part": list(predicted)}
     if settings.work is None:
         configuration |= {"predicted_by": settings.predicted_by,
                           "unpredicted": settings.unpredicted}
     return assembly.make_record(KIND, configuration, environment, {
-        "s": taken, "1": {"words": np.array(words, float)}}, checks)
+        "s": taken, "1": {"words": np.array(words, float)}}, checks, **labels)
 
 
 def trace_rank(config: Config, comm: Any, block: int) -> Trace:

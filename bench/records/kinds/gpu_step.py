@@ -36,7 +36,8 @@ def tables(records: Sequence[Measurements]) -> list[Part]:
         "in turns; 16 bits with masters of 32. Medians, and 95 % intervals.",
         *([f"Predicted by the model of {', '.join(models)}: own is for this library's kernels, "
            "fused for one kernel a layer. GiB are the most that mm3d's arrays have at a time, "
-           "without workspaces of libraries and idle memory."] * bool(foretold)),
+           "measured with what cuBLAS and cuDNN work in, and predicted without."]
+          * bool(foretold)),
         *(f"{one}." for one in machines)]
     return [*found, Notes("About steps:", notes)]
 
