@@ -1,9 +1,9 @@
 """Write all results of a folder into one HTML page that loads no other file."""
 
-import base64
 import re
 from collections import Counter
 from pathlib import Path
+from urllib.parse import quote
 
 from bench.records import atomic
 from bench.records.folder import FolderContents, natural_key
@@ -16,6 +16,7 @@ from bench.reports.figures.every_figure import make_drawings
 from bench.reports.figures.style import Drawing, LeftOut, draw_each, draw_image
 from bench.reports.paper_tables import make_file
 
+UNCHANGED = " !$()*+,-./:;<=>?@[]^_{|}"    # within a data URL, in an attribute of HTML
 WARNING = re.compile(r"[A-Z][A-Z ]+(\([^)]*\))?:")    # begins such a note, perhaps with a reason
 
 
@@ -55,9 +56,12 @@ def write_page(found: FolderContents,
 
 
 def embed_figure(one: Drawing) -> list[dict[str, str]]:
-    """Draw a figure as SVG in base64, with its name and meaning."""
-    return [{"name": one.name, "about": one.about,
-             "image": base64.b64encode(draw_image(one.make, "svg")).decode()}]
+    """Draw a figure as the SVG of a data URL, with its name and meaning.
+
+    A URL that encodes what it must alone is a fifth shorter than one in base64.
+    """
+    drawn = draw_image(one.make, "svg").decode().replace("\n", " ")
+    return [{"name": one.name, "about": one.about, "image": quote(drawn, safe=UNCHANGED)}]
 
 
 def warning_notes(parts: list[Part]) -> list[str]:
