@@ -9,7 +9,7 @@ whole forward, float16, a vocabulary of 51200 tokens, and no ZeRO.
 import math
 import sys
 from dataclasses import dataclass, replace
-from typing import Any, Iterable, Sequence
+from typing import Any, Iterable, Sequence, get_args
 
 import msgspec
 import numpy as np
@@ -34,20 +34,26 @@ COLUMNS = {"gpus": "# GPUs", "batch": "global batch", "micro": "micro batch",
            "ms": "iteration time (ms)"}
 # Columns that may be missing or empty, with what is then assumed.
 OPTIONAL = {"vocabulary": "51200", "scheme": "1d", "recompute": "full", "chunks": "1",
-            "tied": "yes", "overlap": "no", "dtype": "float16", "zero": "0"}
+            "tied": "yes", "overlap": "no", "dtype": "float16", "zero": "0",
+            "attention": "the machine's"}
 MOST = 2 ** 20    # of any whole number: steps of more GPUs take minutes to predict
 FIT_ROUNDS = 6        # the path of a pipeline changes with the figures
 LEAST_ACHIEVED = .02
+ATTENTIONS = get_args(Machine.__annotations__["attention"])
 BOUNDS = 0.3, 4.0        # of the factor of a term in a round
 
 
 @dataclass(frozen=True)
 class Row:
-    """A measured step: its line in the file, the training, and seconds."""
+    """A measured step: its line in the file, the training, seconds, and how scores are computed.
+
+    `attention` is one of `bench.prediction.machine_model.Machine`, or None for the machine's.
+    """
 
     line: int
     config: Config
     seconds: float
+    attention: str | None
 
     @property
     def gpus(self) -> int:
@@ -120,7 +126,8 @@ def _read_row(line: int, cells: list[str], heads: dict[str, int]) -> Row:
     chunks = int(_number("chunks", texts["chunks"]))
     for column, known in (("scheme", registry()), ("recompute", ("none", "selective", "full")),
                           ("tied", ("yes", "no")), ("overlap", ("yes", "no")),
-                          ("dtype", VARIANT_DTYPES), ("zero", ("0", "1", "2", "3"))):
+                          ("dtype", VARIANT_DTYPES), ("zero", ("0", "1", "2", "3")),
+                          ("attention", (*ATTENTIONS, OPTIONAL["attention"]))):
         check_name(column, texts[column], known)
     model = Model(**{name: int(values[name]) for name in (
         "layers", "hidden", "heads", "batch", "seq")}, dtype=texts["dtype"],
@@ -133,7 +140,8 @@ def _read_row(line: int, cells: list[str], heads: dict[str, int]) -> Row:
         schedule=f"interleaved:{chunks}" if chunks > 1 else "1f1b",
         microbatches=model.batch // data // int(values["micro"]), recompute=texts["recompute"],
         in_flight=int(texts["overlap"] == "yes"))
-    return Row(line, Config(model, division), values["ms"] / 1e3)
+    named = texts["attention"] if texts["attention"] in ATTENTIONS else None
+    return Row(line, Config(model, division), values["ms"] / 1e3, named)
 
 
 def _number(column: str, text: str, whole: bool = True) -> float:
@@ -187,11 +195,12 @@ def predict_rows(rows: Iterable[Row], machine: Machine) -> tuple[list[Outcome], 
         if lacking := missing_rate(machine, row.config.model.dtype):
             problems.append(f"line {row.line}: {lacking}")
             continue
+        at = msgspec.structs.replace(machine, attention=row.attention or machine.attention)
         repeats = how.recompute == "full"
         config = replace(row.config, division=replace(
             how, recompute="none" if repeats else how.recompute))
         try:
-            found.append(Outcome(row, predict_step(PipelineModel.of(config), machine, repeats,
+            found.append(Outcome(row, predict_step(PipelineModel.of(config), at, repeats,
                                                    how.in_flight > 0)))
         except ValueError as error:
             problems.append(f"line {row.line}: {error}")

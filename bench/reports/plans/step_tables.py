@@ -2,6 +2,7 @@
 
 from typing import Sequence
 
+import msgspec
 import numpy as np
 
 from bench.document import Column, Notes, Part, Table, make_table
@@ -16,6 +17,7 @@ COLUMNS = [
     Column("hidden", of=lambda one: one.row.config.model.hidden),
     Column("layers", of=lambda one: one.row.config.model.layers),
     Column("batch", of=lambda one: one.row.config.model.batch),
+    Column("seq", of=lambda one: one.row.config.model.seq),
     Column("division", align="<", of=lambda one: one.row.mesh),
     Column("measured", "s", align=".", of=lambda one: one.row.seconds),
     Column("predicted", "s", align=".", of=lambda one: one.step.seconds),
@@ -31,8 +33,10 @@ def step_parts(machine: Machine, outcomes: Sequence[Outcome], problems: Sequence
 
     The machine was fitted to rows of at most `fitted_to` GPUs; 0 for none.
     """
+    kernels = sorted({one.row.attention or machine.attention for one in outcomes})
+    told = msgspec.structs.replace(machine, attention=" and ".join(kernels)).described
     parts: list[Part] = [make_table(f"Measured steps of training, and predictions (a model): "
-                                    f"{machine.described}", COLUMNS, outcomes)]
+                                    f"{told}", COLUMNS, outcomes)]
     if problems:
         parts.append(Notes("Left out:", list(problems)))
     parts.append(Notes("About these predictions:", _about(machine, fitted_to)))

@@ -198,6 +198,21 @@ def test_zero_divides_the_optimizer_of_a_row(tmp_path):
     assert divided == pytest.approx(plain / 4)
 
 
+def test_attention_of_a_row_comes_before_the_machines(tmp_path, capsys):
+    path = written(tmp_path, GOOD[0] + ",flash", GOOD[0] + ",softmax", GOOD[0] + ",",
+                   GOOD[0] + ",fused", head=HEAD + ",attention")
+    rows, (problem,) = read_rows(path)
+    assert problem.startswith("line 5: attention='fused' is unknown: choose one of flash, softmax")
+    flash, softmax, own = (one.step.seconds for one in predict_rows(rows, A100)[0])
+    plain, _ = read_rows(written(tmp_path, GOOD[0]))
+    (fast,), _ = predict_rows(plain, msgspec.structs.replace(A100, attention="flash"))
+    assert flash == fast.step.seconds < softmax == own
+    assert main(["predict", "--steps", written(tmp_path, GOOD[0] + ",flash", GOOD[0] + ",softmax",
+                                               head=HEAD + ",attention"),
+                 "--machine", "dgx-a100"]) == 0
+    assert "attention by flash and softmax" in capsys.readouterr().out
+
+
 def test_rows_of_grids_count_all_of_their_gpus(tmp_path):
     rows, problems = read_rows(written(
         tmp_path, "1,16,16,2,256,4,4,64,8,2,1,5,3d", "1,8,16,2,256,4,4,64,4,2,1,5,3d",
@@ -207,7 +222,8 @@ def test_rows_of_grids_count_all_of_their_gpus(tmp_path):
 
 
 @pytest.mark.parametrize("name, machine", [("korthikanti", "dgx-a100"),
-                                           ("megatron-core-h100", "dgx-h100")])
+                                           ("megatron-core-h100", "dgx-h100"),
+                                           ("llm-foundry-a100-80", "dgx-a100")])
 def test_committed_tables_are_those_of_the_code(name, machine, tmp_path, capsys):
     """Of the first two rows, which take the shortest; the others change with them."""
     kept, table = tmp_path / "kept.csv", ROOT / "results/predictions/steps" / name
