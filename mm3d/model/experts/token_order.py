@@ -11,6 +11,7 @@ memory, so that all meshes drop the same tokens.
 import math
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cache
 from typing import Sequence
 
 import numpy as np
@@ -71,8 +72,10 @@ class TokenOrder:
         spaces = spaces or [space] * math.prod(axis.size for axis in replicas)
         shares = [one.batch for one in spaces]
         self.tokens = sum(shares) * space.seq
+        runs = cache(_runs_of_replica)    # most replicas are alike, and there may be thousands
         self._runs, starts, lengths = map(np.concatenate, zip(*(
-            _runs_of_replica(one, first) for first, one in zip(block_starts(shares), spaces))))
+            (count, first * space.seq + begins, lengths)
+            for first, (count, begins, lengths) in zip(block_starts(shares), map(runs, spaces)))))
         shape = [axis.size for axis in self.directions]
         self._place = tuple(axis.rank for axis in self.directions)
         numbers = np.arange(len(self._runs)).reshape(shape)
@@ -150,10 +153,10 @@ class TokenOrder:
         return out
 
 
-def _runs_of_replica(space: Space, first: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _runs_of_replica(space: Space) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return how many runs each rank of a replica has, and each run's first token and length.
 
-    `first` is the replica's first sequence in the batch.
+    Tokens are counted from the first of the replica.
     """
     layout, grid = Layout(space.rows), space.grid.shape
     sizes = [grid[c] for c in layout.letters]
@@ -166,7 +169,7 @@ def _runs_of_replica(space: Space, first: int) -> tuple[np.ndarray, np.ndarray, 
     runs = np.where(whole, 1, rows)
     ranks = np.repeat(np.arange(len(runs)), runs)
     number = np.arange(len(ranks)) - np.repeat(np.cumsum(runs) - runs, runs)
-    return (runs, ((first + row)[ranks] + number) * space.seq + position[ranks],
+    return (runs, (row[ranks] + number) * space.seq + position[ranks],
             (length * np.where(whole, rows, 1))[ranks])
 
 
