@@ -158,17 +158,8 @@ def write_all(descriptor: int, data: bytes | memoryview, offset: int) -> None:
 def read_part(folder: Path, block: Block, place: tuple[slice, ...], out: np.ndarray) -> int:
     """Copy the part of a stored block that lies in `place` to `out`, this rank's block there.
 
-    Pieces are read whole, and compared with their checksums.
-
-    Returns
-    -------
-    int
-        Elements copied.
-
-    Raises
-    ------
-    OSError
-        When the file is missing, too short, or a checksum differs.
+    Pieces are read whole, and compared with their checksums.  Returns the number of elements
+    copied; raises OSError when the file is missing, too short, or a checksum differs.
     """
     stops = [a + n for a, n in zip(block.start, block.shape)]
     low = [max(s.start, a) for s, a in zip(place, block.start)]

@@ -38,19 +38,9 @@ class Tensor:
 def find_tensors(folder: Path, kind: str) -> dict[str, Tensor]:
     """Return all tensors of a folder by their full names, without buffers.
 
-    Parameters
-    ----------
-    folder : Path
-        Has ``model.safetensors``, or several files with ``model.safetensors.index.json``.
-    kind : str
-        The family, such as "llama".
-
-    Raises
-    ------
-    OSError
-        When a file is missing or damaged.
-    ValueError
-        When a tensor is there twice, or not where the index says, or of an unknown type.
+    It has ``model.safetensors``, or several files with ``model.safetensors.index.json``, of the
+    family `kind`, such as "llama".  Raises OSError when a file is missing or damaged; ValueError
+    when a tensor is there twice, or not where the index says, or of an unknown type.
     """
     places = _places(folder)
     found: dict[str, Tensor] = {}

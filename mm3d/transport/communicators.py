@@ -10,10 +10,7 @@ EXHAUSTED = "too many communicators"    # what MPICH says, in lower case
 def create(make: Callable[..., MPI.Intracomm], *arguments: Any) -> MPI.Intracomm:
     """Create a communicator by one of mpi4py's methods, such as ``comm.Split``.
 
-    Raises
-    ------
-    RuntimeError
-        On every rank alike, in one line, when MPI has no communicator left.
+    Raises RuntimeError on every rank alike, in one line, when MPI has no communicator left.
     """
     try:
         return make(*arguments)
