@@ -38,13 +38,8 @@ class Block:
 class SparseFile(io.RawIOBase):
     """Hold a file of any size by the pages that are written; bytes between them are zero.
 
-    HDF5 lays out files in it, without their data: on a full disk HDF5 itself ends in a
-    segmentation fault.
-
-    Attributes
-    ----------
-    size : int
-        Bytes of the whole file.
+    HDF5 lays out files of `size` bytes in it, without their data: on a full disk HDF5 itself ends
+    in a segmentation fault.
     """
 
     def __init__(self) -> None:

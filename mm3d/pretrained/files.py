@@ -105,23 +105,10 @@ def list_tensors(file: Path) -> list[Tensor]:
 
 def check_tensors(folder: Path, found: Mapping[str, Tensor],
                   wanted: Mapping[str, tuple[int, ...]], longer: Mapping[str, int]) -> None:
-    """Check the tensors of a folder against those of a model.
+    """Check the tensors that were found in a folder against the shapes that a model wants.
 
-    Parameters
-    ----------
-    folder : Path
-        The folder, for messages.
-    found : mapping
-        Its tensors.
-    wanted : mapping
-        The shapes of the model's.
-    longer : mapping of str to int
-        Tensors that may have more rows, as those of positions do, and how many at most.
-
-    Raises
-    ------
-    ValueError
-        When some are missing, too many, or of another shape, naming the first.
+    Messages name the `folder`.  The tensors `longer`, as those of positions, may have more rows,
+    and so many at most.  Raises ValueError when some are missing, too many, or of another shape.
     """
     for what, names in (("missing", [*(wanted.keys() - found.keys())]),
                         ("not of this model", [*(found.keys() - wanted.keys())])):
