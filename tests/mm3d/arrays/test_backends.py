@@ -27,7 +27,7 @@ from mm3d.model.experts.options import GATES
 from mm3d.model.experts.layer import Experts
 from models import (PARALLELISMS, SIZES, Parallelism, data, different, differences, passes, serial,
                     train)
-from reference import relative_error
+from reference import SHAPES, integers, on_grid, relative_error
 
 strict = pytest.importorskip("array_api_strict", reason="array-api-strict is not installed")
 HOST, DEVICE = strict.Device("CPU_DEVICE"), strict.Device("device1")
@@ -172,6 +172,43 @@ def test_model_float32(comm, strict_backend):
         assert {a.dtype for a in results.values()} == {strict.float32}, parallelism
         wrong = differences(model, results, serial("few", True), 1e-5, 5e-5)
         assert not wrong, f"{parallelism}: {wrong}"
+
+
+@pytest.mark.ranks(1, 4, slow=(8,))
+def test_layouts(comm, strict_backend):
+    """Shards and globals are equal to the bit, of any type, uneven and on a diagonal."""
+    for spec, shape in (("xy,,z", SHAPES[0]), ("z,yx", SHAPES[1][:2]), ("zx@y", SHAPES[2][:1])):
+        A, layout = integers(shape, 1), mm3d.Layout(spec)
+        sizes = {1: (1, 1, 1), 4: (2, 1, 2), 8: (2, 2, 2)}[comm.size]
+        for dtype in ("float64", "float32", "int64"):
+            with on_grid(comm, *sizes) as numpy_grid:
+                grid = mm3d.Grid(comm, strict_backend, **numpy_grid.shape)
+                a = layout.shard(A.astype(dtype), grid)
+                there_and_back = layout.unshard(a, grid, shape)
+                assert tuple(a.shape) == layout.local_shape(numpy_grid, shape)
+            assert there_and_back.dtype == dtype and np.array_equal(there_and_back, A)
+
+
+@pytest.mark.ranks(1, 4, slow=(8,))
+def test_products_in_exact_integers(comm, strict_backend):
+    """Every scheme's products, forward and backward, to the bit; rows and columns uneven."""
+    (batch, seq, h), wide = (3, 5, 7), 11
+    X, DY = integers((batch, seq, h), 1), integers((batch, seq, wide), 2)
+    W = integers((h, wide), 3)
+    for parallelism in PARALLELISMS[comm.size]:
+        with parallelism.on(comm, strict_backend) as scheme:
+            outer, inner = scheme.spaces(batch, seq)
+            for source, target in ((outer, inner), (inner, outer)):
+                product = scheme.product(source, target, W.shape, (1, 1))
+                x_layout, y_layout, grid = source.layout(), target.layout(), scheme.grid
+                weight = product.weight.shard(W, grid)
+                y, saved = product.forward(x_layout.shard(X, grid), weight)
+                dx, dw = product.backward(y_layout.shard(DY, grid), weight, saved)
+                for layout, a, expected in (
+                        (y_layout, y, X @ W), (x_layout, dx, DY @ W.T),
+                        (product.weight, dw, np.einsum("bsi,bso->io", X, DY))):
+                    found = layout.unshard(a, grid, expected.shape)
+                    assert np.array_equal(found, expected), parallelism
 
 
 @functools.cache

@@ -1,15 +1,20 @@
-"""The functional pairs: plain NumPy forward, central differences backward."""
+"""The functional pairs and the layers: plain NumPy forward, central differences backward."""
 import math
 
 import numpy as np
 import pytest
 
+import mm3d
 from mm3d.arrays import backend, numpy_kernels
 from mm3d.arrays.elementwise import row_blocks
 from mm3d.arrays.numpy_kernels import Kernels
 from mm3d.model import functional
+from mm3d.model.attention.layer import Attention
 from mm3d.model.builder import Builder
-from mm3d.model.layers import LayerNorm
+from mm3d.model.chains import Chain, Residual
+from mm3d.model.layers import Gelu, LayerNorm, Linear, RMSNorm
+from mm3d.model.rotary import Rotary, Turns
+from mm3d.model.swiglu import SwiGLU
 from compiled import load_compiled
 from models import SOME
 from reference import relative_error
@@ -229,6 +234,76 @@ def test_fast_versions_are_the_readable_ones(blocks, dtype, tolerance, how, monk
     softmax = {"softmax_statistics", "softmax_gradient"}    # see test_cross_entropy.py
     assert seen == {name for name in vars(Kernels) if not name.startswith("_")} - {
         "dtypes", "np"} - softmax
+
+
+def layers(scheme):
+    """Each kind of layer with space, features and unit of its input and output."""
+    outer, inner = scheme.spaces(3, 4)
+    ten, wide = (outer, 10, 1), (inner, 15, 1)
+
+    build = Builder(scheme, outer, inner, np.float64)
+
+    def linear(adds_bias=True):
+        return Linear(build, "linear", "up", (10, 15), adds_bias=adds_bias)
+
+    def back():
+        return Linear(build, "back", "down", (15, 10))
+
+    def qkv():
+        return Linear(build, "qkv", "up", (10, 3, 10), unit=5)
+
+    yield "linear into", linear(), ten, wide
+    yield "linear back", back(), wide, ten
+    yield "layer norm", LayerNorm(build, "norm", 10, 1e-5), ten, ten
+    up = linear(adds_bias=False)
+    yield "gelu", Chain(up, Gelu(up, inner, 15)), ten, wide
+    yield "residual", Residual(linear(), back()), ten, ten
+    plain, turned = (mm3d.Architecture(rotary_base=base) for base in (10.0, 3.0))
+    yield "rms norm", RMSNorm(build, "norm", 10, 1e-5), ten, ten
+    both = Linear(build, "both", "up", (10, 2, 15))
+    yield "swiglu", Chain(both, SwiGLU(inner, 15)), ten, wide
+    for window, how in ((None, plain), (2, turned)):    # 4 heads of 6 that share 2 keys
+        grouped = Linear(build, "qkv", "up", (10, 4, 12), unit=6, has_bias=False)
+        rotary = Rotary(inner, 3, 12, Turns(inner, 6, "float64", how))
+        attention = Attention(inner, 24, 6, True, 2, window)
+        yield f"grouped attention {window}", Chain(grouped, rotary, attention), ten, (
+            inner, 24, 12)
+    for causal in (False, True):    # 2 heads of 5
+        attention = Attention(inner, 10, 5, causal)
+        yield f"attention {causal}", Chain(qkv(), attention), ten, (inner, 10, 5)
+
+
+def derivative_error(grid, layer, source, target):
+    """How far <dy, f'(x, p) (v, w)>, by central differences, is from <dx, v> + <dp, w>."""
+    rng = np.random.default_rng(4)
+    (x_layout, X, V), (y_layout, DY) = (
+        (space.layout(unit=unit), *rng.standard_normal((n, 3, 4, features)))
+        for n, (space, features, unit) in ((2, source), (1, target)))
+    values = [rng.standard_normal((2, *p.shape)) for p in layer.parameters]
+
+    def output(t):
+        for p, (value, direction) in zip(layer.parameters, values):
+            p.load(value + t * direction)
+        y, saved = layer.forward(x_layout.shard(X + t * V, grid))
+        return y_layout.unshard(y, grid, DY.shape), saved
+
+    h = 1e-5
+    numeric = np.vdot(DY, output(h)[0] - output(-h)[0]) / (2 * h)
+    dx = layer.backward(y_layout.shard(DY, grid), output(0)[1])
+    terms = [np.vdot(x_layout.unshard(dx, grid, X.shape), V)]
+    for p, (_, direction) in zip(layer.parameters, values):
+        terms.append(np.vdot(p.gather(p.grad), direction))
+    return abs(numeric - sum(terms)) / np.linalg.norm(terms)
+
+
+@pytest.mark.ranks(1, 4, slow=(8,))
+def test_layers_by_directional_derivatives(comm):
+    """Inputs and parameters of every layer, on one rank and dealt."""
+    for parallelism in SOME[comm.size]:
+        with parallelism.on(comm) as scheme:
+            for name, layer, source, target in layers(scheme):
+                error = derivative_error(scheme.grid, layer, source, target)
+                assert error <= 1e-6, f"{parallelism}: {name}, {error:.1e}"
 
 
 def test_rows_that_lie_apart_stay_together_in_blocks():

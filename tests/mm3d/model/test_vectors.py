@@ -6,11 +6,13 @@ from typing import Iterator, NamedTuple
 import numpy as np
 import pytest
 
+import mm3d
 from mm3d.grid.activations import Space
 from mm3d.model.joined_vectors import join_vectors
 from mm3d.model.vectors import (Vector, add_backward, add_forward, scale_backward,
                                 scale_forward)
-from reference import every_grid, grids_and_squares, integers, on_grid, schemes, total
+from reference import (every_grid, grids, grids_and_squares, integers, moved, on_grid, schemes,
+                       total, words)
 
 BATCH, SEQ = 3, 5
 # Global shape of the vector and what stays together: more or fewer features than ranks divide
@@ -149,6 +151,33 @@ def test_float16_sums_over_rows_are_rounded_once(comm):
         vector = Vector(Space(grid, 1, 4096, ",", "z", "z"), (3 * comm.size,))
         db = vector.reduce_gradient(add_backward(np.ones((1, 4096, 3), np.float16)))
         assert db.tolist() == [4096] * 3
+
+
+# --- Words ---------------------------------------------------------------------------------
+
+@every_grid
+def test_words_of_a_vector_on_each_rank(comm):
+    """Off the diagonal a rank receives its block and sends its term; along x, all but its own
+    block is gathered and scattered. The line of the diagonal moves nothing else."""
+    n = 29
+    for grid in grids(comm):
+        for features, line in ("zy", "yz"):
+            space = Space(grid, BATCH, SEQ, f"x,{line}", features, f"{features}x@{line}")
+            vector, b = Vector(space, (n,)), integers((n,), 0)
+            along_x = moved(f"{features}x", "x", (n,), grid)
+            block = len(mm3d.Layout(f"{features}x").shard(b, grid))
+            off = not vector.layout.owns_block(grid)
+
+            def divided(expected):
+                return {key: m for key, m in expected.items() if grid.shape[key[0]] > 1}
+            grid.reset_traffic()
+            b_l = vector.gather_features(vector.layout.shard(b, grid))
+            assert words(grid) == divided({(line, "broadcast"): block * off,
+                                           ("x", "all_gather"): along_x}), grid
+            grid.reset_traffic()
+            vector.reduce_gradient(b_l)
+            assert words(grid) == divided({(line, "reduce"): block * off,
+                                           ("x", "reduce_scatter"): along_x}), grid
 
 
 # --- Several at once -----------------------------------------------------------------------

@@ -103,6 +103,26 @@ def test_values_are_those_of_the_formula(kind, clip):
         assert optimizer.steps == model.refreshed == 3
 
 
+def test_values_are_those_of_pytorch():
+    torch = pytest.importorskip("torch")
+    before = drawn(0)
+    for kind, other in (("AdamW", torch.optim.AdamW), ("momentum", torch.optim.SGD)):
+        model = Plain(before)
+        weights = {name: torch.tensor(a, requires_grad=True) for name, a in before.items()}
+        options = (dict(betas=(0.9, 0.95), eps=1e-6, weight_decay=0.1) if kind == "AdamW" else
+                   dict(momentum=0.8))
+        ours = optimizer_of(kind, model, 0.5, decays=lambda t: kind == "AdamW")
+        theirs = other(weights.values(), lr=0.01, **options)
+        for seed in (1, 2, 3):
+            set_gradients(model, seed)
+            for name, w in weights.items():
+                w.grad = torch.tensor(draw(name, w.shape, seed))
+            torch.nn.utils.clip_grad_norm_(weights.values(), 0.5)
+            ours.step(), theirs.step()
+        for t in model.trained:
+            np.testing.assert_allclose(t.master, weights[t.name].detach(), 1e-12, 1e-14)
+
+
 def test_pieces_and_strides_change_no_bit():
     """Arrays of more than one piece, and views that are not contiguous."""
     whole = Plain({"a.weight": draw("a", (300, 500), 0)}, "float32")

@@ -64,6 +64,28 @@ def test_the_output_is_that_of_a_loop_over_tokens(experts, fields):
     assert many.routings.totals[-1].dropped.sum() == (~plain.kept).sum()
 
 
+def test_one_dropped_token_passes_through_the_residual():
+    """The capacity is one below what the fullest expert would get."""
+    many = model(mm3d.Experts(2, top=1, every=1, capacity=None), layers=1)
+    state = state_of(many)
+    most = int(step(many, state)["chosen"].max())
+    assert most * 2 > 15 + 2    # the other expert gets less than the capacity
+    dropping = model(mm3d.Experts(2, top=1, every=1, capacity=(most - 1) * 2 / 15), layers=1)
+    dropping.load(state)
+    many.load(state)
+    x = activations(many)[0]
+    outputs = [one.forward(one.shard(x))[0].reshape(-1, 12) for one in (many, dropping)]
+    different = np.flatnonzero((abs(outputs[0] - outputs[1]) > 1e-12).any(axis=1))
+    layer = expert_layer(many)
+    attention = many.layers.layers[0].forward(x)[0]
+    logits = layer.router.forward(many.layers.layers[1].layers[0].forward(attention)[0]
+                                  .reshape(-1, 12))[0]
+    fullest = np.flatnonzero(logits.argmax(axis=1) == np.bincount(logits.argmax(axis=1)).argmax())
+    assert different.tolist() == [fullest[-1]]
+    assert np.array_equal(outputs[1][different], attention.reshape(-1, 12)[different])
+    assert dropping.routings.totals[-1].dropped.sum() == 1
+
+
 def test_an_expert_without_tokens_gets_a_zero_gradient():
     many = model(mm3d.Experts(20, top=1, every=1, capacity=None))
     for p in many.parameters:

@@ -6,7 +6,7 @@ import pytest
 
 from mm3d.arrays import backend
 from mm3d.model.experts.balance import balance_loss, shares, z_loss
-from mm3d.model.experts.token_order import capacity_of, counts, positions
+from mm3d.model.experts.token_order import capacity_of, counts, kept, positions
 from mm3d.model.experts.gates import Choice, choose, gates_backward
 from mm3d.model.experts.options import GATES
 from mm3d.model.experts.layer import Experts
@@ -141,6 +141,16 @@ def test_capacities_by_hand():
     assert capacity_of(Experts(4, top=1, capacity=1, min_capacity=3), 6) == 3
     assert capacity_of(Experts(4, capacity=99), 6) == 6    # no expert is sent a token twice
     assert capacity_of(Experts(4, capacity=None, convention="huggingface"), 6) is None
+
+
+def test_exactly_one_token_is_dropped():
+    """Four experts, eight tokens, capacity 2: the third token of expert 1 is one too many."""
+    chosen = np.array([[0], [1], [1], [2], [1], [3], [0], [2]])
+    total = counts(chosen, 4)
+    places = positions(chosen, 0 * total, total, "position")
+    taken = capacity_of(Experts(4, top=1, capacity=1.0), 8)
+    assert taken == 2 and np.flatnonzero(~kept(places, taken)).tolist() == [4]
+    assert kept(places, 3).all() and kept(places, None).all()
 
 
 def test_both_orders_of_dropping():
