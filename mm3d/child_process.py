@@ -42,24 +42,12 @@ class ChildResult:
 
 def run_child(command: Sequence[str], limit: float | None = None, log: Path | None = None,
               **options) -> ChildResult:
-    """Run a command to its end, or end it at a limit of time.
+    """Run a command to its end, or end it after `limit` seconds.
 
-    Parameters
-    ----------
-    command : sequence of str
-        The program and its arguments.
-    limit : float, optional
-        Seconds that it may take.
-    log : Path, optional
-        A file that gets standard output and standard error, as they are printed; `out` of the
-        result is then both.
-    **options
-        Of `start_child`: `env`, `cwd`, `grace`, `with_parent`.
-
-    Raises
-    ------
-    OSError
-        When the program cannot be started.
+    `command` is the program and its arguments.  The file `log` gets standard output and standard
+    error, as they are printed; `out` of the result is then both.  Options are those of
+    `start_child`: `env`, `cwd`, `grace`, `with_parent`.  Raises OSError when the program cannot be
+    started.
     """
     with contextlib.ExitStack() as files:
         # Files and not pipes: a process that keeps a pipe open, in a session of its own, would
@@ -83,22 +71,11 @@ def start_child(command: Sequence[str], *, stdout: int | IO[str] = subprocess.PI
                 with_parent: bool = False) -> Iterator[subprocess.Popen]:
     """Start a child process, and end it with its group at the end of the block.
 
-    Parameters
-    ----------
-    command : sequence of str
-        The program and its arguments; its standard input is empty.
-    stdout, stderr, env, cwd
-        See `subprocess.Popen`; output is text.
-    grace : float
-        Seconds that the child has to end between SIGTERM and SIGKILL, if the block ends first.
-    with_parent : bool
-        On Linux end the child also when this process is killed.  This process is then forked,
-        which is not safe for a rank of a job, nor for a process that uses a GPU.
-
-    Raises
-    ------
-    OSError
-        When the program cannot be started.
+    `command` is the program and its arguments; its standard input is empty, and output is text.
+    `stdout`, `stderr`, `env` and `cwd` are as of `subprocess.Popen`.  If the block ends first, the
+    child has `grace` seconds to end between SIGTERM and SIGKILL.  On Linux `with_parent` ends it
+    also when this process is killed; this process is then forked, which is not safe for a rank of
+    a job, nor for a process that uses a GPU.  Raises OSError when the program cannot be started.
     """
     child = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr,

@@ -185,6 +185,11 @@ class Config:
     model: Model
     division: Division = Division()
 
+    def __post_init__(self) -> None:
+        if not (isinstance(self.model, Model) and isinstance(self.division, Division)):
+            given = ", ".join(type(one).__name__ for one in (self.model, self.division))
+            raise TypeError(f"Config({given}): a mm3d.Model, then a mm3d.Division, would do")
+
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
         """Return the configuration with the given fields of a model and of a division.

@@ -182,20 +182,10 @@ def mpirun_settings(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 def mpirun_command(ranks: int, *argv: str) -> list[str]:
     """Return the command line that runs `argv` on a number of ranks, for `subprocess.run`.
 
-    The ``mpirun`` beside this interpreter goes before one on PATH, as it belongs to the MPI
-    library that mpi4py finds in the same environment; an emulated cluster uses the one on PATH.
-
-    Parameters
-    ----------
-    ranks : int
-        Number of ranks.
-    *argv : str
-        The program and its arguments, the interpreter included: `sys.executable, "-m", ...`.
-
-    Raises
-    ------
-    FileNotFoundError
-        When there is no ``mpirun``.
+    `argv` is the program and its arguments, the interpreter included.  The ``mpirun`` beside this
+    interpreter goes before one on PATH, as it belongs to the MPI library that mpi4py finds in the
+    same environment; an emulated cluster uses the one on PATH.  Raises FileNotFoundError when
+    there is none.
     """
     beside = os.path.dirname(sys.executable)
     mpirun = None if CLUSTER_VARIABLE in os.environ else shutil.which("mpirun", path=beside)
@@ -209,12 +199,8 @@ def mpirun_command(ranks: int, *argv: str) -> list[str]:
 def check_launcher(size: int | None) -> None:
     """Refuse a world of one rank where the launcher has started more than one.
 
-    The world has `size` ranks; None checks nothing.
-
-    Raises
-    ------
-    ValueError
-        When the launcher and mpi4py belong to different MPI libraries.
+    The world has `size` ranks; None checks nothing.  Raises ValueError when the launcher and
+    mpi4py belong to different MPI libraries.
     """
     if size == 1 and local_ranks() > 1:
         raise ValueError(f"the launcher started {local_ranks()} ranks, each alone in its world: "
@@ -266,26 +252,12 @@ def blas_threads(environ: Mapping[str, str] = os.environ) -> int:
 
 
 def set_defaults(environ: MutableMapping[str, str] = os.environ) -> dict[str, str]:
-    """Set the variables with which many ranks can share a node.
+    """Set the variables with which many ranks can share a node; return those set, by name.
 
     Limits the threads of each BLAS when there is more than one rank on the node, or a quota; makes
     MPI yield while it waits when there are more ranks than cores.  Variables that the user has set
-    stay as they are.
-
-    Parameters
-    ----------
-    environ : mutable mapping, default os.environ
-        The environment to change.
-
-    Returns
-    -------
-    dict
-        The variables that were set and their values.
-
-    Warns
-    -----
-    RuntimeWarning
-        When MPI has been imported already, so that it will spin instead of yielding (rank 0).
+    in `environ` stay as they are.  Warns with RuntimeWarning, on rank 0, when MPI has been
+    imported already, so that it will spin instead of yielding.
     """
     chosen: dict[str, str] = {}
     # Every BLAS here obeys OMP_NUM_THREADS unless its own variable is set, so a user who has set

@@ -23,22 +23,10 @@ def failed_collectives(grid: Grid, lengths: tuple[int, ...] = BLOCK_LENGTHS,
                        dtypes: tuple[str, ...] = DTYPES) -> list[str]:
     """Return the collectives along the direction x of `grid` whose results are wrong.
 
-    Each runs twice with even and with uneven blocks, along a first and a last dimension: some
-    channels between processes are opened by the first message and first used by the second.
-
-    Parameters
-    ----------
-    grid : Grid
-        All of its ranks call this, and get the same list.
-    lengths : tuple of int
-        Lengths of a block along the divided dimension, elements.
-    dtypes : tuple of str
-        Types of the elements.
-
-    Returns
-    -------
-    list of str
-        Collective, counts, dtype and dimension of each failure; empty if all are right.
+    Each runs twice with even and with uneven blocks of about these lengths, along a first and a
+    last dimension: some channels between processes are opened by the first message and first used
+    by the second.  All ranks of the grid call this, and get the same list: collective, counts,
+    dtype and dimension of each failure.
     """
     axis, size = grid.x, grid.x.size
     cases = []

@@ -62,15 +62,9 @@ def bytes_of_siblings(folder: str = FOLDER) -> int:
 def lean_settings(ranks: int, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the variables by which MPICH takes no more of the room than it needs.
 
-    UCX takes none, and there are fewer cells where the room is not ample.  Every rank decides
-    alike: the whole file system counts, and not what other ranks have left.
-
-    Parameters
-    ----------
-    ranks : int
-        Ranks on this node.
-    environ : mapping, default os.environ
-        The environment in which MPI starts.  A variable that the user has set stays.
+    UCX takes none, and there are fewer cells where the room is not ample for the ranks of this
+    node.  Every rank decides alike: the whole file system counts, and not what other ranks have
+    left.  Variables that the user has set in `environ`, in which MPI starts, stay.
     """
     if not is_from_pypi(environ):
         return {}
@@ -83,14 +77,8 @@ def lack(ranks: int, environ: Mapping[str, str] = os.environ, folder: str = FOLD
          first: bool = False) -> str:
     """Return why MPICH cannot start `ranks` ranks on this node; "" if it can, or if unknown.
 
-    Every rank decides alike, as in `lean_settings`, whose parameters it has.
-
-    Further parameters
-    ------------------
-    folder : str
-        The folder of shared memory.
-    first : bool
-        Whether this rank is the first of its node, which also counts what other jobs have left.
+    Every rank decides alike, as in `lean_settings`, by the `folder` of shared memory; the `first`
+    rank of a node also counts what other jobs have left.
     """
     cells = environ.get(CELLS, str(USUAL))
     if not re.fullmatch(r"[0-9]{1,9}", cells) or not is_from_pypi(environ):

@@ -269,14 +269,10 @@ class CompiledKernels(Kernels):
     def adamw(self, arrays: tuple[Array, ...], numbers: tuple[float, ...]) -> bool:
         """Change a parameter by AdamW; return whether the arrays have no gaps, as they must.
 
-        Parameters
-        ----------
-        arrays : tuple of Array
-            The parameter, its gradient and both moments.
-        numbers : tuple of float
-            Those of `mm3d.training.optimizers.AdamW`: the factors of the gradient, the first
-            moment, the gradient's square and the second moment, eps, the rate, and the factor
-            of the parameter: weight decay.
+        The arrays are the parameter, its gradient and both moments.  The numbers are those of
+        `mm3d.training.optimizers.AdamW`: the factors of the gradient, the first moment, the
+        gradient's square and the second moment, eps, the rate, and the factor of the parameter:
+        weight decay.
         """
         whole = are_whole(*arrays)
         if whole:

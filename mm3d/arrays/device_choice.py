@@ -6,22 +6,11 @@ ORDER_VARIABLE = "MM3D_GPU_ORDER"
 
 
 def gpu_of_rank(number: int, gpus: int) -> int:
-    """Return the GPU of a rank.
+    """Return which of the `gpus` that it sees the rank of this number on its node has.
 
     With ``MM3D_GPU_ORDER=3,2,1,0`` rank 0 of a node has GPU 3, and so on: nodes may join a
-    processor's first cores to their last GPU.
-
-    Parameters
-    ----------
-    number : int
-        Number of the rank on its node.
-    gpus : int
-        How many GPUs it sees; where there are more ranks, they are assigned in turn.
-
-    Raises
-    ------
-    ValueError
-        When that order does not name each of these GPUs once.
+    processor's first cores to their last GPU.  Where there are more ranks than GPUs, they are
+    assigned in turn.  Raises ValueError when that order does not name each of these GPUs once.
     """
     order = os.environ.get(ORDER_VARIABLE, "")
     if not order:

@@ -26,14 +26,8 @@ def row_blocks(library: Any, *arrays: Array,
                block: int | None = None) -> Iterator[tuple[Array, ...]]:
     """Iterate over matching views of a few rows of each array; the last dimension is a row.
 
-    Parameters
-    ----------
-    library : Backend
-        The backend of the arrays.
-    *arrays : Array
-        All with the same leading dimensions.
-    block : int, optional
-        Elements in a view of the first array, approximately; by default the library's `block`.
+    All arrays are of the backend `library`, with the same leading dimensions.  A view of the first
+    one has about `block` elements, by default the library's `block`.
     """
     first = arrays[0]
     if len(first.shape) > 2 and not all(map(library.is_contiguous, arrays)):

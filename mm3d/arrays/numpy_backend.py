@@ -17,16 +17,8 @@ from mm3d.arrays.pool import Pool
 class NumpyBackend(Backend):
     """Make NumPy arrays in memory from a `Pool`; use Numba, if it is installed, for kernels.
 
-    Attributes
-    ----------
-    compiler : str
-        Name and version of what compiles kernels; "" for those of NumPy, also where the variable
-        ``MM3D_KERNELS`` is "numpy".
-
-    Raises
-    ------
-    ValueError
-        When that variable is anything else.
+    `compiler` is name and version of what compiles kernels; "" for those of NumPy, also where the
+    variable ``MM3D_KERNELS`` is "numpy".  Raises ValueError when that is anything else.
     """
 
     def __init__(self) -> None:

@@ -112,16 +112,9 @@ class IdleMemory:
 class Lease(weakref.ref):
     """Hold the memory of an array until the array and every view of it are gone.
 
-    Attributes
-    ----------
-    key : int
-        The array's identity, by which the pool finds the lease.
-    size : int
-        Bytes that count as in use meanwhile.
-    give_back : callable
-        Called with `item` when the lease ends; unset for memory of the pool itself.
-    item : object
-        The memory, or its number.
+    The pool finds it by `key`, the array's identity; `size` bytes count as in use meanwhile.  When
+    it ends, `give_back`, unset for memory of the pool itself, is called with `item`, the memory or
+    its number.
     """
 
     __slots__ = ("key", "size", "give_back", "item")

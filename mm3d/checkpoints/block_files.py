@@ -38,13 +38,8 @@ class Block:
 class SparseFile(io.RawIOBase):
     """Hold a file of any size by the pages that are written; bytes between them are zero.
 
-    HDF5 lays out files in it, without their data: on a full disk HDF5 itself ends in a
-    segmentation fault.
-
-    Attributes
-    ----------
-    size : int
-        Bytes of the whole file.
+    HDF5 lays out files of `size` bytes in it, without their data: on a full disk HDF5 itself ends
+    in a segmentation fault.
     """
 
     def __init__(self) -> None:
@@ -158,17 +153,8 @@ def write_all(descriptor: int, data: bytes | memoryview, offset: int) -> None:
 def read_part(folder: Path, block: Block, place: tuple[slice, ...], out: np.ndarray) -> int:
     """Copy the part of a stored block that lies in `place` to `out`, this rank's block there.
 
-    Pieces are read whole, and compared with their checksums.
-
-    Returns
-    -------
-    int
-        Elements copied.
-
-    Raises
-    ------
-    OSError
-        When the file is missing, too short, or a checksum differs.
+    Pieces are read whole, and compared with their checksums.  Returns the number of elements
+    copied; raises OSError when the file is missing, too short, or a checksum differs.
     """
     stops = [a + n for a, n in zip(block.start, block.shape)]
     low = [max(s.start, a) for s, a in zip(place, block.start)]

@@ -25,15 +25,7 @@ def known_facts(model: Any, optimizer: Any) -> tuple[dict[str, Any], dict[str, A
 def compare_facts(path: Path, index: Index, model: Any, optimizer: Any) -> list[str]:
     """Compare a model and its optimizer with the facts in an index.
 
-    Returns
-    -------
-    list of str
-        What the caller should know, one line each.
-
-    Raises
-    ------
-    ValueError
-        For another function.
+    Returns what the caller should know, one line each; raises ValueError for another function.
     """
     function, training = known_facts(model, optimizer)
     stated = dict(index.model)

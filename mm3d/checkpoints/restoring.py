@@ -102,16 +102,9 @@ def _read_all(folder: Path, step: int | None, model: Any, optimizer: Any,
                   Path, Index, list[tuple[StoredArray, np.ndarray]], list[str], list[str]]:
     """Find a checkpoint, compare it with the model, and read this rank's blocks.
 
-    Returns
-    -------
-    path, index : Path, Index
-        The checkpoint.
-    read : list of tuple
-        The arrays that it has, each with this rank's block.
-    new : list of str
-        The optimizer's moments that it does not have.
-    said : list of str
-        Differences that change the training alone, and facts that are not known.
+    Returns its path and index; the arrays that it has, each with this rank's block; the
+    optimizer's moments that it does not have; and differences that change the training alone, with
+    facts that are not known.
     """
     comm = model.comm
     while True:

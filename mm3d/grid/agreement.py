@@ -59,28 +59,15 @@ def same_arguments(comm: MPI.Intracomm | DryCommunicator, call: str) -> Iterator
 
 def compare(comm: MPI.Intracomm | DryCommunicator, call: str, given: Mapping[str, Any],
             refused: Facts = MappingProxyType({}), largest: float = 0.0) -> float:
-    """Compare facts over all ranks in one small exchange; it also finds a largest number.
+    """Compare facts over all ranks in one small exchange; return the largest number of all.
 
-    Parameters
-    ----------
-    comm, call
-        See `same_arguments`.
-    given : dict
-        What all ranks should have alike, by name.
-    refused : dict
-        Why this rank refuses the call, under the key `REFUSED`; empty if it does not.
-    largest : float
-        This rank's number; `mm3d.training.norms` needs the largest, and so saves an exchange.
+    All ranks should have alike what is `given`, by name; `comm` and `call` are as in
+    `same_arguments`.  `refused` says under the key `REFUSED` why this rank refuses the call, and
+    is empty if it does not.  `largest` is this rank's number: `mm3d.training.norms` needs the
+    largest, and so saves an exchange.
 
-    Returns
-    -------
-    float
-        The largest number of all ranks.
-
-    Raises
-    ------
-    ValueError
-        On every rank alike, unless the facts are the same on all.
+    Raises ValueError on every rank alike, unless the facts are the same on all; TypeError for what
+    is no communicator of ranks.
     """
     if comm == MPI.COMM_NULL or not hasattr(comm, "size"):
         raise TypeError(f"{call}: {comm!r} is no communicator of ranks, as MPI.COMM_WORLD is")

@@ -148,8 +148,8 @@ class Axis:
         if self.size == 1:
             return a
         if counts is None:
-            counts = self.comm.allgather(a.shape[dim])
-        self._check(counts, a.shape[dim], gathered=True)
+            counts = self.comm.allgather(self._length(a, dim))
+        self._check(counts, self._length(a, dim), gathered=True)
         out = self.transport.all_gather(a, dim, counts)
         self._count("all_gather", a, out.size - a.size, self.size - 1)
         return out
@@ -174,8 +174,8 @@ class Axis:
         if self.size == 1:
             return a
         if counts is None:
-            counts = block_lengths(a.shape[dim], self.size)
-        self._check(counts, a.shape[dim])
+            counts = block_lengths(self._length(a, dim), self.size)
+        self._check(counts, self._length(a, dim))
         out = self.transport.reduce_scatter(a, dim, counts)
         self._count("reduce_scatter", a, a.size - out.size, self.size - 1)
         return out
@@ -184,7 +184,7 @@ class Axis:
         """Start a `reduce_scatter` that may run while this rank computes."""
         if self.size == 1:
             return Pending(a)
-        self._check(counts, a.shape[dim])
+        self._check(counts, self._length(a, dim))
         pending = self.transport.begin_reduce_scatter(a, dim, counts)
         self._count("reduce_scatter", a, a.size - pending.out.size, self.size - 1)
         return pending
@@ -193,7 +193,7 @@ class Axis:
         """Start an `all_gather`, for `mm3d.grid.split.gather`; return `a` where none can go on."""
         if self.size == 1 or not self.transport.nonblocking:
             return a
-        self._check(counts, a.shape[dim], gathered=True)
+        self._check(counts, self._length(a, dim), gathered=True)
         pending = self.transport.begin_all_gather(a, dim, counts)
         self._count("all_gather", a, pending.out.size - a.size, self.size - 1)
         return pending
@@ -202,9 +202,9 @@ class Axis:
         """Return the sum of `a` over all ranks, on every rank (`a` itself on an axis of one)."""
         if self.size == 1:
             return a
+        _, own = block_bounds(size := self._length(a), self.size, self.rank)
         out = self.transport.all_reduce(a)
-        _, own = block_bounds(a.size, self.size, self.rank)
-        self._count("all_reduce", a, 2 * (a.size - own), 2 * (self.size - 1))
+        self._count("all_reduce", a, 2 * (size - own), 2 * (self.size - 1))
         return out
 
     def broadcast(self, a: Array, root: int) -> Array:
@@ -256,7 +256,7 @@ class Axis:
         """
         if self.size == 1:
             return a
-        self._check(sends, a.shape[dim])
+        self._check(sends, self._length(a, dim))
         if len(receives) != self.size or receives[self.rank] != sends[self.rank]:
             raise ValueError(f"blocks of {receives} cannot come to rank {self.rank} of "
                              f"{self.size} along {self.name}, which sends blocks of {sends}")
@@ -278,6 +278,15 @@ class Axis:
             return Pending(a)
         return self._rooted("reduce", self.transport.begin_reduce, a, root)
 
+    def _length(self, a: Array, dim: int | None = None) -> int:
+        """Return the length of an array along `dim`, by default of all; ValueError without one."""
+        try:
+            return a.size if dim is None else a.shape[dim]
+        except (AttributeError, IndexError, TypeError):
+            raise ValueError(f"dim={dim!r} of {getattr(a, 'shape', type(a).__name__)} along "
+                             f"{self.name}: an array, and one of its dimensions, would do"
+                             ) from None
+
     def _check(self, counts: list[int], length: int, gathered: bool = False) -> None:
         """Raise ValueError unless `length` is that of all blocks, or of this rank's if `gathered`.
         """
@@ -292,8 +301,9 @@ class Axis:
         if not 0 <= root < self.size:    # in shared memory nobody would write the result
             raise ValueError(f"{collective} along {self.name}: no rank is root {root}, 0 to "
                              f"{self.size - 1} would do")
-        result, moved = call(a, root), int(self.rank != root)
-        self._count(collective, a, moved * a.size, moved)
+        moved, words = int(self.rank != root), self._length(a)
+        result = call(a, root)
+        self._count(collective, a, moved * words, moved)
         return result
 
     def _count(self, collective: str, a: Array, words: int, messages: int) -> None:

@@ -1,6 +1,6 @@
 """Arrange ranks in a process grid, with coordinates and an `Axis` for each direction."""
 
-from typing import Any, Callable, Iterable
+from typing import Any, Callable, Iterable, NoReturn
 
 from mpi4py import MPI
 
@@ -28,6 +28,14 @@ def join_ranks(comm: MPI.Intracomm | DryCommunicator, shape: GridShape,
         inside = GridShape.from_sizes({name: shape[name] for name in shape if name in names})
         return DryCommunicator(inside.ranks, inside.rank(coords))
     return create(comm.Split, first, comm.rank)
+
+
+class FreedAxes(dict[str, Axis]):
+    """Stand in for the axes of a grid that was freed: it has none, and says so."""
+
+    def __missing__(self, name: str) -> NoReturn:
+        raise RuntimeError(f"direction {name!r} is of a grid that was freed: a new grid, mesh or "
+                           f"model would do")
 
 
 class GridAxes:
@@ -79,7 +87,7 @@ class GridAxes:
         for axis in self.axes.values():
             axis.transport.free()
             axis.comm.Free()
-        self.axes = {}
+        self.axes = FreedAxes()
 
 
 class Grid(GridAxes):
@@ -146,10 +154,9 @@ class Grid(GridAxes):
         return self.axes[name]
 
     def __getattr__(self, name: str) -> Axis:
-        try:
-            return self.__dict__["axes"][name]
-        except KeyError:
-            raise AttributeError(f"the grid has no direction or attribute {name!r}") from None
+        if name in self.__dict__.get("shape", ()):
+            return self.axes[name]
+        raise AttributeError(f"the grid has no direction or attribute {name!r}")
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{name}={size}" for name, size in self.shape.items())

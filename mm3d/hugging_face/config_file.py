@@ -22,16 +22,9 @@ LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_positio
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """Return the keys of a configuration.
+    """Return the keys of a configuration, a file or in a folder that has it.
 
-    `path` is the file, or the folder that has it.
-
-    Raises
-    ------
-    OSError
-        When it cannot be read.
-    ValueError
-        When it is no object of JSON.
+    Raises OSError when it cannot be read; ValueError when it is no object of JSON.
     """
     path = Path(path)
     path = path / CONFIG if path.is_dir() else path
@@ -75,11 +68,7 @@ def take_length(found: dict[str, Any], seq: int | None, name: str) -> int:
     """Return the length of sequences, and take "positions" out of the result of `model_fields`.
 
     `seq` is the length that is asked for, None for the longest; messages call the model `name`.
-
-    Raises
-    ------
-    ValueError
-        When a table of positions ends before.
+    Raises ValueError when a table of positions ends before.
     """
     positions = found.pop("positions")
     if seq is not None and found["architecture"].positions == "learned" and seq > positions:
@@ -89,25 +78,12 @@ def take_length(found: dict[str, Any], seq: int | None, name: str) -> int:
 
 
 def model_fields(config: Mapping[str, Any], name: str = "the configuration") -> dict[str, Any]:
-    """Return the fields of a `mm3d.Model` that a configuration states.
+    """Return the fields of a `mm3d.Model` that the keys of a ``config.json`` state.
 
-    Parameters
-    ----------
-    config : mapping
-        The keys and values of a ``config.json``.
-    name : str
-        What messages call it.
-
-    Returns
-    -------
-    dict
-        layers, hidden, heads, vocab, tied, architecture and experts; and as "positions" the
-        longest sequence that the model was made for.
-
-    Raises
-    ------
-    ValueError
-        Naming everything that is not computed here, or sizes that are missing or no numbers.
+    They are layers, hidden, heads, vocab, tied, architecture and experts; and as "positions" the
+    longest sequence that the model was made for.  Messages call the configuration `name`.  Raises
+    ValueError naming everything that is not computed here, or sizes that are missing or no
+    numbers.
     """
     kind = config.get("model_type")
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
@@ -223,10 +199,7 @@ def _plain_size(name: str, field: str, value: Any, sizes: Mapping[str, int]) -> 
 def config_of(model: Model) -> dict[str, Any]:
     """Return the configuration of a model, of which `model_fields` returns the same.
 
-    Raises
-    ------
-    ValueError
-        When no family computes the same.
+    Raises ValueError when no family computes the same.
     """
     architecture, experts = model.architecture, model.experts
     kind = _family_of(architecture, experts)

@@ -67,17 +67,10 @@ class Piece:
         return ends[::-1] if self.transposed else ends
 
     def within(self, place: Box) -> tuple[tuple[int | slice, ...], Box] | None:
-        """Return where a block of the parameter has elements of this piece.
+        """Return where a block, `place` in the global array, has elements of this piece.
 
-        Parameters
-        ----------
-        place : tuple of slice
-            The block, in the global array.
-
-        Returns
-        -------
-        index, box : tuple of int or slice, tuple of slice
-            The part of the block, and of the tensor in the tensor's order; None if there is none.
+        They are the part of the block, and that of the tensor in the tensor's order; None if there
+        is none.
         """
         index: list[int | slice] = []
         box = []
@@ -98,14 +91,9 @@ class Piece:
 
 
 def pieces_of(kind: str, name: str, shape: Shape, sizes: ModelSizes) -> list[Piece]:
-    """Return the pieces of tensors that are a parameter.
+    """Return the pieces of tensors that a parameter of global `shape`, as stored, consists of.
 
-    `kind` is the family, such as "llama", and `shape` the global shape as stored.
-
-    Raises
-    ------
-    ValueError
-        When the family has no such parameter.
+    Raises ValueError when the family `kind`, such as "llama", has no such parameter.
     """
     root, layers = GPT2_PREFIXES if kind == "gpt2" else LLAMA_PREFIXES
     table = TABLES.get(kind, LLAMA)

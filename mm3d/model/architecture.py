@@ -145,12 +145,7 @@ FIELD = "architecture"    # what it is called in the classes that have one
 def gather_architecture(given: Mapping[str, Any], before: Architecture = PLAIN) -> dict[str, Any]:
     """Return fields by name, with those of an `Architecture` replaced by one such value.
 
-    Parameters
-    ----------
-    given : mapping of str to Any
-        Fields by name, perhaps `FIELD` among them.
-    before : Architecture
-        What the fields that are given change, unless `FIELD` is given too.
+    Those that are given change `before`, unless `FIELD` is `given` too.
     """
     names = [one.name for one in fields(Architecture)]
     found = {name: value for name, value in given.items() if name not in names}

@@ -51,17 +51,10 @@ class CrossEntropy:
         self.counts = not any(rank for c, rank in space.grid.coords.items() if c not in letters)
 
     def forward(self, logits: Array, targets: Targets) -> tuple[Array, Any]:
-        """Compute the losses of this rank's rows.
+        """Compute the losses of this rank's rows from its block of (batch, seq, vocab) logits.
 
-        Parameters
-        ----------
-        logits : Array
-            This rank's block of (batch, seq, vocab), which is overwritten.
-
-        Returns
-        -------
-        total, saved : Array, Any
-            The sum of the losses, of shape (1,) in float64; and what `backward` needs.
+        The block is overwritten.  Returns the sum of the losses, of shape (1,) in float64, and
+        what `backward` needs.
         """
         xp = namespace(logits)
         own, held = self._own_targets(targets)

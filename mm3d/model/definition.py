@@ -36,7 +36,8 @@ def define_transformer(stack: Stack, make_layers: Any) -> Definition:
     training = {"dtype": str(stack.dtype), "dropout": stack.dropout, "described_by": (
         TRANSFORMER if made_by is transformer_layers else text_of(made_by))}
     if stack.dropout:
-        training["mask_seed"] = stack.seed
+        fits = -2 ** 63 <= stack.seed < 2 ** 64    # in a number of a file; masks have any seed
+        training["mask_seed"] = stack.seed if fits else str(stack.seed)
     found = Definition({}, {}).extended(function, training)
     return found if stack.experts is None else found.extended(*_define_experts(stack.experts))
 

@@ -21,20 +21,11 @@ from mm3d.schemes.passes import Pass
 class Dropout:
     """Set elements to zero at random, and scale the others so that the mean stays.
 
-    Masks are drawn on the host, also for arrays of a device.
-
-    Parameters
-    ----------
-    space, features
-        The space of x, and its global number of features.
-    probability : float
-        Probability that an element is dropped, rounded to a multiple of 2^-16.
-    name : str
-        Name of the layer in the model; another name has other masks.
-    key : MaskKey
-        Seed, step and place in the batch; with the place None nothing is dropped.
-
-    While a CUDA graph is recorded, forward and backward raise RuntimeError unless it is None.
+    Masks are drawn on the host, also for arrays of a device.  x has so many `features`, globally,
+    in `space`; the probability that an element is dropped is rounded to a multiple of 2^-16.
+    Another `name` of the layer has other masks.  `key` has seed, step and place in the batch; with
+    the place None nothing is dropped.  While a CUDA graph is recorded, forward and backward raise
+    RuntimeError unless it is None.
     """
 
     parameters: list[Parameter] = []

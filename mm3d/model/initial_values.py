@@ -79,21 +79,9 @@ def draw_normal(seed: int, name: str, shape: tuple[int, ...],
     name as the key and the block's row and column as the start of the counter.  A rank draws only
     the blocks that overlap its part, and all grids see the same array.
 
-    Parameters
-    ----------
-    seed : int
-        Seed of the model.
-    name : str
-        Name of the array; another name gives other numbers.
-    shape : tuple of int
-        Global shape, of at least one dimension.
-    place : tuple of slice
-        The part to draw, one slice with start and stop for each dimension.
-
-    Returns
-    -------
-    ndarray
-        The part, in its shape.
+    `seed` is that of the model, and another `name` gives other numbers; `shape` is global, of at
+    least one dimension; `place` has one slice with start and stop for each, whose lengths are the
+    shape of the result.
     """
     lengths = [s.stop - s.start for s in place]
     if math.prod(lengths) > sys.maxsize // 8:    # NumPy says ValueError

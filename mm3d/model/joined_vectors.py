@@ -18,19 +18,8 @@ Place = tuple[slice, tuple[int, ...]]    # in a flat array, and the shape there
 class JoinedSplit:
     """Divide several arrays, joined to a flat one, along one axis: each like its own `Split`.
 
-    Parameters
-    ----------
-    splits : sequence of Split
-        One for each array, all along the same axis.
-    shapes : sequence of tuple of int
-        Shape of this rank's block of each array.
-
-    Attributes
-    ----------
-    axis : Axis
-        The direction.
-    shapes : list of tuple of int
-        Shapes of the arrays before the axis divides them.
+    Each array has one of the splits, all along the same `axis`, and of the `shapes`, those of this
+    rank's blocks; the attribute `shapes` has those before the axis divides them.
     """
 
     def __init__(self, splits: Sequence[Split], shapes: Sequence[tuple[int, ...]]) -> None:
@@ -82,12 +71,8 @@ class FlatVector(Vector):
 class FlatVectors:
     """Join vectors, of one or both spaces: each call of a collective takes all that it can.
 
-    These are Algorithms 7 and 8 of all of them, with the same words.
-
-    Parameters
-    ----------
-    spaces : sequence of sequence of Vector
-        The vectors of each space, which the same further directions divide.
+    These are Algorithms 7 and 8 of all of them, with the same words.  `spaces` has the vectors of
+    each space, which the same further directions divide.
     """
 
     def __init__(self, spaces: Sequence[Sequence[Vector]]) -> None:
@@ -175,17 +160,9 @@ def join_vectors(uses: Sequence[tuple[Any, Vector]]) -> dict[int, JoinedVectors]
     """Join the vectors of each block of a model that the same further directions divide.
 
     A block is a layer of the Transformer, the first two parts of a parameter's name.  Vectors that
-    no rank moves are left out.
-
-    Parameters
-    ----------
-    uses : sequence of (Parameter, Vector)
-        In the order of a forward pass.
-
-    Returns
-    -------
-    dict
-        By the identity of each parameter the vectors that it is joined with.
+    no rank moves are left out.  `uses` has each parameter with its vector, in the order of a
+    forward pass; the result, by the identity of each parameter, the vectors that it is joined
+    with.
     """
     groups: dict[tuple, dict[tuple, list]] = {}
     for parameter, vector in uses:

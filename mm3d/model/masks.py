@@ -30,13 +30,9 @@ def keyed_philox(key: str) -> np.random.Philox:
 class MaskKey:
     """Hold the key of the masks that the layers of a model draw.
 
-    Attributes
-    ----------
-    seed : int
-        Seed of the model.
-    place : tuple of int, or None
-        Step of training, and number of the activations' first sequence in the global batch; None,
-        at first and in validation, drops nothing.
+    `seed` is that of the model; `place` has the step of training, and the number of the
+    activations' first sequence in the global batch.  None, at first and in validation, drops
+    nothing.
     """
 
     def __init__(self, seed: int) -> None:
@@ -60,27 +56,13 @@ def draw_kept(seed: int, step: int, name: str, seq: int, place: tuple[slice, sli
     """Draw which elements of a part of a global activation (batch, seq, features) are kept.
 
     Features are divided into blocks of `BLOCK_FEATURES`.  Each block has a random stream of its
-    own: Philox with seed, step and name as the key, and the numbers of the block and of the token
-    as the start of the counter.  A rank draws the tokens and the blocks of its part alone, a
-    number of 16 bits for each element.
+    own: Philox with seed, step of training and name of the layer as the key, and the numbers of
+    the block and of the token as the start of the counter.  A rank draws the tokens and the blocks
+    of its part alone, a number of 16 bits for each element.
 
-    Parameters
-    ----------
-    seed, step : int
-        Seed of the model, and step of training.
-    name : str
-        Name of the layer in the model.
-    seq : int
-        Global number of positions in a sequence.
-    place : tuple of slice
-        Sequences of the global batch, positions and features of the part, with start and stop.
-    dropped : int
-        How many of 65536 elements are dropped on average.
-
-    Returns
-    -------
-    ndarray of bool
-        True where an element is kept, in the shape of the part.
+    `seq` is the global number of positions; `place` has the sequences of the global batch, the
+    positions and the features of the part, with start and stop; of 65536 elements `dropped` are
+    dropped on average.  The result, in the shape of the part, is True where an element is kept.
     """
     sequences, positions, features = place
     kept = np.empty(tuple(s.stop - s.start for s in place), bool)

@@ -35,19 +35,9 @@ def frequencies(architecture: Architecture, head: int) -> np.ndarray:
 class Turns:
     """Hold cosines and sines for the positions of this rank; layers share them.
 
-    Parameters
-    ----------
-    space : Space
-        Space of the activations that are rotated.
-    head, architecture
-        As of `frequencies`.
-    dtype : str
-        Type of the activations; those of 16 bits are rotated in float32.
-
-    Attributes
-    ----------
-    cos, sin : Array
-        (positions of this rank, head / 2), in float32 at least.
+    They are `cos` and `sin`, (positions of this rank, head / 2), in float32 at least: `dtype` is
+    that of the activations in `space` that are rotated, those of 16 bits in float32.  `head` and
+    `architecture` are as of `frequencies`.
     """
 
     def __init__(self, space: Space, head: int, dtype: str, architecture: Architecture) -> None:
@@ -66,18 +56,10 @@ class Turns:
 def rotate(x: Array, cos: Array, sin: Array, rotated: int, out: Array) -> Array:
     """Rotate the first and second half of each head's features: u cos - v sin, v cos + u sin.
 
-    These are the pairs of Hugging Face's weights; those of the paper are neighbouring features.
-
-    Parameters
-    ----------
-    x : Array
-        (batch, positions, n, features), whole heads.
-    cos, sin : Array
-        (positions, features of half a head).
-    rotated : int
-        How many of the n are rotated, the first ones; others are copied.
-    out : Array
-        Receives the result.
+    These are the pairs of Hugging Face's weights; those of the paper are neighbouring features.  x
+    and `out`, which receives the result, are (batch, positions, n, features), of whole heads;
+    `cos` and `sin` (positions, features of half a head).  The first `rotated` of the n are
+    rotated, others are copied.
     """
     library, xp, half = backend_of(x), namespace(x), cos.shape[1]
     count, rows, features = x.shape[0], x.shape[1], rotated * x.shape[3]

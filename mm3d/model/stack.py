@@ -78,21 +78,10 @@ class Stack(PlainFields):
 def make_of_fields(given: Mapping[str, Any], owner: str, *kinds: type[Made]) -> list[Made]:
     """Make dataclasses of one mapping from the names of their fields to values.
 
-    Where one of them has an architecture, the fields of `Architecture` may be given too.
-
-    Parameters
-    ----------
-    given : mapping of str to Any
-        Values by name; each goes to the first class that has such a field.
-    owner : str
-        Who was given them, as messages say.
-    *kinds : type
-        The dataclasses.
-
-    Raises
-    ------
-    TypeError
-        For a name that is no field, and for fields without a default that are missing.
+    Each value that is `given` goes to the first of the `kinds` that has such a field.  Where one
+    of them has an architecture, the fields of `Architecture` may be given too.  Raises TypeError,
+    in the name of the `owner`, for a name that is no field, and for fields without a default that
+    are missing.
     """
     names = [field_names(kind) for kind in kinds]
     every = [name for some in names for name in some]

@@ -18,16 +18,8 @@ from mm3d.model.functional import prefer_backend_kernel, upcast
 def look_up_rows(table: Array, ids: np.ndarray, first: int, out: Array) -> Array:
     """Copy rows of a table to the rows of `out`; rows that are not in this block become zero.
 
-    Parameters
-    ----------
-    table : Array
-        (rows, features), the block that begins with the row numbered `first`.
-    ids : ndarray
-        Global numbers of rows, one for each row of `out`.
-    first : int
-        See `table`.
-    out : Array
-        (ids, features).
+    The table, (rows, features), is the block that begins with the row numbered `first`; `ids` are
+    global numbers of rows, one for each row of `out`, (ids, features).
     """
     library, held = backend_of(out), rows_held(ids, first, table.shape[0])
     if len(held) == len(ids):
@@ -112,19 +104,12 @@ def _pairings(numbers: np.ndarray,
 def softmax_statistics(logits: Array, sums: bool) -> Array:
     """Compute each row's maximum, its sum of exponentials, and with `sums` its sum of logits.
 
-    Parameters
-    ----------
-    logits : Array
-        (rows, columns), a block of the columns; exp(x - m) takes the place of x, for
-        `softmax_gradient`, so that no exponential is computed twice.
-    sums : bool
-        Whether the sum of logits is needed, for label smoothing.
+    The logits are (rows, columns), a block of the columns; exp(x - m) takes the place of x, for
+    `softmax_gradient`, so that no exponential is computed twice.  Label smoothing needs the sum of
+    logits.
 
-    Returns
-    -------
-    Array
-        (rows, 4), in float32 at least: maximum m, sum of exp(x - m), 0, and the sum of x or 0.
-        A block without columns has the maximum -inf.
+    The result, (rows, 4) in float32 at least, has the maximum m, the sum of exp(x - m), 0, and the
+    sum of x or 0.  A block without columns has the maximum -inf.
     """
     library, xp = backend_of(logits), namespace(logits)
     out = library.empty((logits.shape[0], 4), accumulation_dtype(logits))
@@ -165,14 +150,9 @@ def merge_statistics(parts: Array) -> Array:
 def softmax_gradient(exponentials: Array, scale: Array, shift: Array | None, out: Array) -> Array:
     """Compute scale * exponentials - shift, with one number of each for a row.
 
-    Parameters
-    ----------
-    exponentials : Array
-        (rows, columns), from `softmax_statistics`.
-    scale, shift : Array
-        (rows, 1), in float32 at least; nothing is subtracted if `shift` is None.
-    out : Array
-        Receives the result; may be `exponentials`.
+    The exponentials, (rows, columns), are from `softmax_statistics`; `scale` and `shift`, which
+    may be None, are (rows, 1), in float32 at least; `out` receives the result, and may be the
+    exponentials.
     """
     library, xp = backend_of(exponentials), namespace(exponentials)
     shifts = () if shift is None else (shift,)

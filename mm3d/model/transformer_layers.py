@@ -17,16 +17,9 @@ from mm3d.model.stack import Stack
 def transformer_layers(build: Builder, stack: Stack, part: range | None = None) -> list[Layer]:
     """Make a stack of pre-LN Transformer layers: residual blocks, or groups that are recomputed.
 
-    Parameters
-    ----------
-    part : range, optional
-        The layers of a part of the model, such as a stage of a pipeline; they keep their numbers.
-        All layers, if not given.
-
-    Raises
-    ------
-    ValueError
-        When no policy has that name, or `dropout` is no probability below 1.
+    `part` has the layers of a part of the model, such as a stage of a pipeline, which keep their
+    numbers; by default all.  Raises ValueError when no policy has that name, or `dropout` is no
+    probability below 1.
     """
     experts = stack.experts
     policy, whole = parse_policy(stack.recompute), range(stack.layers)

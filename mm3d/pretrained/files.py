@@ -38,19 +38,9 @@ class Tensor:
 def find_tensors(folder: Path, kind: str) -> dict[str, Tensor]:
     """Return all tensors of a folder by their full names, without buffers.
 
-    Parameters
-    ----------
-    folder : Path
-        Has ``model.safetensors``, or several files with ``model.safetensors.index.json``.
-    kind : str
-        The family, such as "llama".
-
-    Raises
-    ------
-    OSError
-        When a file is missing or damaged.
-    ValueError
-        When a tensor is there twice, or not where the index says, or of an unknown type.
+    It has ``model.safetensors``, or several files with ``model.safetensors.index.json``, of the
+    family `kind`, such as "llama".  Raises OSError when a file is missing or damaged; ValueError
+    when a tensor is there twice, or not where the index says, or of an unknown type.
     """
     places = _places(folder)
     found: dict[str, Tensor] = {}
@@ -115,23 +105,10 @@ def list_tensors(file: Path) -> list[Tensor]:
 
 def check_tensors(folder: Path, found: Mapping[str, Tensor],
                   wanted: Mapping[str, tuple[int, ...]], longer: Mapping[str, int]) -> None:
-    """Check the tensors of a folder against those of a model.
+    """Check the tensors that were found in a folder against the shapes that a model wants.
 
-    Parameters
-    ----------
-    folder : Path
-        The folder, for messages.
-    found : mapping
-        Its tensors.
-    wanted : mapping
-        The shapes of the model's.
-    longer : mapping of str to int
-        Tensors that may have more rows, as those of positions do, and how many at most.
-
-    Raises
-    ------
-    ValueError
-        When some are missing, too many, or of another shape, naming the first.
+    Messages name the `folder`.  The tensors `longer`, as those of positions, may have more rows,
+    and so many at most.  Raises ValueError when some are missing, too many, or of another shape.
     """
     for what, names in (("missing", [*(wanted.keys() - found.keys())]),
                         ("not of this model", [*(found.keys() - wanted.keys())])):

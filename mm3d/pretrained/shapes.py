@@ -14,12 +14,8 @@ from mm3d.transport.communicators import DryCommunicator
 def parameter_shapes(model: Model) -> dict[str, tuple[int, ...]]:
     """Return the global shape of every parameter as stored, by name, in the order of the model.
 
-    A `mm3d.GPT` on arrays without contents has them, with as many layers as differ.
-
-    Raises
-    ------
-    ValueError
-        When its sizes or options do not fit.
+    A `mm3d.GPT` on arrays without contents has them, with as many layers as differ.  Raises
+    ValueError when its sizes or options do not fit.
     """
     period = model.experts.every if model.experts else 1
     own = _shapes_of(replace(model, layers=min(model.layers, period), dtype="float32",

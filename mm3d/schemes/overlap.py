@@ -64,16 +64,11 @@ class Overlap(Pass):
     On exit, also after an exception, it completes every collective begun, so that none writes into
     a reused buffer.  It holds at most two gathered weights and two sums of dB.
 
-    Parameters
-    ----------
-    passes : sequence of (WeightedLayer, bool)
-        The layers with weights in the order of their products, each with whether the product is
-        a backward one.  Products that backward recomputes are forward ones.  No weight is
-        gathered ahead for passes that are left out.
-    backend : Backend
-        Its elementwise work calls `progress` now and then.
-    vectors, gathers, later
-        As for `Pass`; vectors of a forward pass are gathered before its first product.
+    `passes` are the layers with weights in the order of their products, each with whether the
+    product is a backward one.  Products that backward recomputes are forward ones.  No weight is
+    gathered ahead for passes that are left out.  Elementwise work of the backend calls `progress`
+    now and then.  Other parameters are as for `Pass`; vectors of a forward pass are gathered
+    before its first product.
     """
 
     sums_at_once = False

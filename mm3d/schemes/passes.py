@@ -33,17 +33,11 @@ class Pass:
     It is a context manager for one pass and is passed down to the layers, which hold nothing
     themselves: any number of micro-batches can be between forward and backward.
 
-    Parameters
-    ----------
-    vectors : mapping of int to mm3d.model.vectors.JoinedVectors, optional
-        By the identity of a parameter, the vectors that it is joined with, in the order in which
-        forward uses each of them once.  Others are gathered and summed alone.
-    gathers : bool
-        Whether the pass is forward.  What backward recomputes is a part of a block alone, and
-        gathers each vector when it is used.
-    later : list, optional
-        Makes the pass the first half of backward: the gradients of weights are put off, and the
-        list gets a `LaterWeight` for each of them.
+    `vectors` has, by the identity of a parameter, the `mm3d.model.vectors.JoinedVectors` that it
+    is joined with, in the order in which forward uses each of them once.  Others are gathered and
+    summed alone; so are all where the pass is not forward, which `gathers` says: what backward
+    recomputes is a part of a block alone.  A list `later` makes the pass the first half of
+    backward: the gradients of weights are put off, and it gets a `LaterWeight` for each of them.
     """
 
     sums_at_once = True    # as soon as all terms are there, not at the end of the pass

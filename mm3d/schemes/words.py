@@ -100,27 +100,12 @@ class SpaceCosts:
 class Words:
     """Count the words that a scheme moves and stores on a grid, for given activations.
 
-    Parameters
-    ----------
-    scheme : str
-        Its name.
-    grid : mapping of str to int
-        Sizes of its directions.
-    batch, seq : int
-        Global number of sequences, and positions in each.
-    **options
-        Options of the scheme, such as ``keep`` of `mm3d.schemes.cube.Cube`.
+    `scheme` is its name, and `grid` has the sizes of its directions; the activations have `batch`
+    sequences of `seq` positions, globally; options are those of the scheme.  `outer` and `inner`
+    are the `SpaceCosts` of the spaces outside and inside a pair of linear layers.
 
-    Attributes
-    ----------
-    outer, inner : SpaceCosts
-        The spaces of activations outside and inside a pair of linear layers.
-
-    Raises
-    ------
-    ValueError
-        When there is no scheme of that name, it cannot use the grid, or has no such option or
-        value.
+    Raises ValueError when there is no scheme of that name, it cannot use the grid, or has no such
+    option or value.
     """
 
     def __init__(self, scheme: str, grid: Mapping[str, int], batch: int, seq: int,

@@ -91,15 +91,8 @@ def run_dry(scheme: type[Scheme], grid: GridShape, make: Callable[[Scheme], DryR
             kinds: tuple[type, ...]) -> tuple[DryRank, list[tuple[Recorded, ...]]]:
     """Run dry on every rank of a grid what `make` returns for its scheme, with default options.
 
-    Returns
-    -------
-    DryRank, list of tuple of Recorded
-        That of rank 0; and the events of these kinds in order, each with those of all ranks.
-
-    Raises
-    ------
-    ValueError
-        When the scheme cannot use the grid.
+    Returns that of rank 0; and the events of these kinds in order, each with those of all ranks.
+    Raises ValueError when the scheme cannot use the grid.
     """
     scheme.check_grid(grid)
     backend = backends.get(DryBackend())

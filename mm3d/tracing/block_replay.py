@@ -76,14 +76,10 @@ class Term:
 
 
 class Replay:
-    """Follow the blocks of all ranks through the events of a product.
+    """Follow the blocks of all ranks through the events of a product, whose M, N, K are `shape`.
 
-    Parameters
-    ----------
-    layouts : mapping
-        Layout and global shape of "A", "B" and "C"; rows may be (batch, positions), one of them 1.
-    shape : tuple of int
-        M, N, K.
+    `layouts` has layout and global shape of "A", "B" and "C"; rows may be (batch, positions), one
+    of them 1.
     """
 
     def __init__(self, form: str, grid: GridShape,
@@ -114,12 +110,8 @@ class Replay:
     def steps(self, recorded: list[tuple[Recorded, ...]], backward: bool) -> Iterator[ReplayStep]:
         """Iterate over the steps of C, or of dA and dB in backward.
 
-        Each event is given as every rank recorded it.
-
-        Raises
-        ------
-        RuntimeError
-            When blocks and events do not agree.
+        Each event is given as every rank recorded it.  Raises RuntimeError when blocks and events
+        do not agree.
         """
         results = (("dA", "dB"), GRADIENT_PRODUCTS[self.form]) if backward else (
             ("C",), ((self.form, "AB"),))

@@ -62,12 +62,8 @@ def layer_story(scheme: type[Scheme], grid: GridShape, sizes: Mapping[str, int],
                 backward: bool = False) -> LayerStory:
     """Run one Transformer layer dry on every rank of a grid, and return its parts.
 
-    `sizes` are hidden, heads, batch and seq.  In backward the last part is the first.
-
-    Raises
-    ------
-    ValueError
-        When the scheme cannot use the grid, or sizes do not go together.
+    `sizes` are hidden, heads, batch and seq.  In backward the last part is the first.  Raises
+    ValueError when the scheme cannot use the grid, or sizes do not go together.
     """
     first, recorded = run_dry(scheme, grid, lambda own: _layer(own, sizes, backward),
                               (Layer, Collective))

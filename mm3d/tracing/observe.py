@@ -33,16 +33,10 @@ def observed(grids: Any, observer: Observer, *models: Any) -> Iterator[None]:
     """Tell `observer` of the events on `grids` and in the layers of models within the block.
 
     Blocks of several observers may be nested; each observer is told of all events of its kinds.
-
-    Parameters
-    ----------
-    grids : Grid or sequence of GridAxes
-        The products of their backend and the collectives of their axes are observed.
-    observer : Observer
-        The observer; its `kinds` are the events that it is told of.
-    *models : Transformer or bench.experiments.products.problem.Problem
-        Models whose passes and layers are events, too, and which name the operands of
-        collectives.
+    The products of the backend of a grid, or of several, and the collectives of their axes are
+    observed.  The passes and layers of models, such as a Transformer or
+    `bench.experiments.products.problem.Problem`, are events, too, and name the operands of
+    collectives.
     """
     grids = grids if isinstance(grids, Sequence) else [grids]
     points = [point for grid in grids for point in _points_of_grid(grid, observer.kinds)]

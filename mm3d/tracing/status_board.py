@@ -36,17 +36,10 @@ ROW_BYTES = NUMBERS_BYTES + 2 * TEXT_BYTES
 class StatusBoard:
     """Hold a table in memory that the ranks of a node share, with a row for each rank of the job.
 
-    All ranks of `comm` make it together.  A rank writes its own row.  Rows of ranks on other nodes
-    are copied from their messages.
-
-    Attributes
-    ----------
-    memory : mmap
-        The rows, each of `ROW_BYTES`.
-    numbers : ndarray of int64
-        The numbers of all rows, a column for each field.
-    texts : list of slice
-        Where this rank's layer and collective are in `memory`.
+    All ranks of `comm` make it together.  A rank writes its own row; rows of ranks on other nodes
+    are copied from their messages.  They are in `memory`, each of `ROW_BYTES`; `numbers` has the
+    numbers of all, int64, with a column for each field, and `texts` says where this rank's layer
+    and collective are.
     """
 
     def __init__(self, comm: Any) -> None:

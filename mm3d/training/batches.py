@@ -15,23 +15,9 @@ def divide_layers(schedule: Schedule, ranks: int, sizes: ModelSizes,
                   microbatches: int | None = None, data: int = 1) -> list[range]:
     """Return the layers of each stage of a schedule, after checking that all fit together.
 
-    Parameters
-    ----------
-    schedule : Schedule
-        The schedule, which is checked too.
-    ranks : int
-        The ranks that it should have: the stages of a mesh.
-    sizes : ModelSizes
-        Sizes of the whole model and batch.
-    microbatches : int, optional
-        The micro-batches that it should have; any number, if not given.
-    data : int
-        Number of replicas.
-
-    Raises
-    ------
-    ValueError
-        When it is wrong, or does not fit.
+    `ranks` is what it should have: the stages of a mesh; `sizes` are of the whole model and batch,
+    which `data` replicas share; `microbatches`, if given, is how many the schedule should have.
+    Raises ValueError when it is wrong, or does not fit.
     """
     check(schedule)
     if schedule.ranks != ranks:

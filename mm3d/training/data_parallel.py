@@ -31,21 +31,11 @@ STAGES = (0, 1, 2, 3)
 class DataParallel:
     """Create the parameters of one rank's replica, and sum their gradients over all replicas.
 
-    Parameters
-    ----------
-    grid : DataGrid
-        The ranks of a stage in all replicas.
-    zero : {0, 1, 2, 3}
-        The stage of ZeRO.
-    in_flight : int
-        How many sums of gradients may go on while a rank computes, where the transport can.  A
-        sum begins after the last gradient of a parameter in a step (stages 0 and 1), or after
-        each micro-batch (2 and 3).  With 0 it blocks, at the end of a step, or at once.
-
-    Attributes
-    ----------
-    parameters : list of Parameter
-        The parameters created, in order.
+    `grid` has the ranks of a stage in all replicas, and `zero` is the stage of ZeRO.  While a rank
+    computes, `in_flight` sums of gradients may go on, where the transport can.  A sum begins after
+    the last gradient of a parameter in a step (stages 0 and 1), or after each micro-batch (2 and
+    3).  With 0 it blocks, at the end of a step, or at once.  `parameters` has all that were
+    created, in order.
     """
 
     def __init__(self, grid: DataGrid, zero: int = 0, in_flight: int = 0) -> None:

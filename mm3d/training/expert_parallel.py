@@ -26,14 +26,8 @@ from mm3d.training.data_parallel import DataParallel
 def expert_ranks(data: DataParallel | None, grid: DataGrid | None, batch: int) -> ExpertRanks:
     """Return the replicas that have other tokens, and the replicas that divide the experts.
 
-    Parameters
-    ----------
-    data : DataParallel or None
-        The replicas; None with one replica.
-    grid : DataGrid or None
-        The directions of replicas; with e where experts are divided.
-    batch : int
-        Number of sequences of a micro-batch in all replicas.
+    `data` and `grid` are the replicas and their directions, with e where experts are divided; None
+    with one replica.  A micro-batch has `batch` sequences in all replicas.
     """
     if data is None or grid is None:
         return ExpertRanks()
@@ -50,23 +44,9 @@ def check_experts(experts: ExpertOptions | None, expert_parallel: Any, replicas:
                   tokens: int, layers: int | None = None) -> None:
     """Check the options of experts, and the number of replicas that divide them.
 
-    Parameters
-    ----------
-    experts : ExpertOptions or None
-        The options.
-    expert_parallel : int
-        The number of replicas that divide them.
-    replicas : int
-        Number of all replicas.
-    tokens : int
-        Number of tokens of a micro-batch in all replicas.
-    layers : int, optional
-        Number of layers of the model.
-
-    Raises
-    ------
-    ValueError
-        When experts cannot be divided so, drop every token, or are in no layer.
+    There are so many `replicas`, with so many `tokens` of a micro-batch in all of them, and so
+    many layers of the model.  Raises ValueError when experts cannot be divided so, drop every
+    token, or are in no layer.
     """
     check_experts_given(experts, layers)
     if experts is None:

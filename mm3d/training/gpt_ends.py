@@ -22,18 +22,9 @@ from mm3d.training.schedules import Schedule
 class Output:
     """Hold norm, head and loss of the last stage.
 
-    Parameters
-    ----------
-    build : Builder
-        Makes the parameters.
-    vocab, hidden, tied
-        As for `mm3d.GPT`.
-    table : Parameter or None
-        The table of the embedding, which a tied head uses; None where it is on another stage.
-    architecture : Architecture
-        Says which norm.
-    **options
-        Options of the loss, see `mm3d.model.cross_entropy.CrossEntropy`.
+    `build` makes the parameters, the norm that of the architecture.  A tied head uses the `table`
+    of the embedding, which is None where it is on another stage.  Other options are of `mm3d.GPT`,
+    and of the loss, `mm3d.model.cross_entropy.CrossEntropy`.
     """
 
     def __init__(self, build: Builder, vocab: int, hidden: int, tied: bool,
@@ -94,20 +85,10 @@ class StageEnds:
 
 def build_ends(schedule: Schedule, stage: int, chunks: list[Transformer], vocab: int, tied: bool,
                **options: Any) -> StageEnds:
-    """Build the ends of a stage.
+    """Build the ends of a stage of the mesh, a rank of the schedule, with its layers in `chunks`.
 
-    Parameters
-    ----------
-    schedule : Schedule
-        The schedule.
-    stage : int
-        The stage of the mesh, or rank of the schedule.
-    chunks : list of Transformer
-        Its layers.
-    vocab, tied
-        As for `mm3d.GPT`.
-    **options
-        Options of the loss, see `mm3d.model.cross_entropy.CrossEntropy`.
+    `vocab` and `tied` are as for `mm3d.GPT`, other options those of
+    `mm3d.model.cross_entropy.CrossEntropy`.
     """
     stages, stack = schedule.stages[stage], chunks[0].stack
     build, found, table = chunks[0].builder, {}, None

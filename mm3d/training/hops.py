@@ -85,12 +85,8 @@ class BlockMessages:
     """Send parts of a rank's block, and receive the parts of one; count what is sent.
 
     Every rank of the mesh creates it; `synchronous` and `asleep` are as in
-    `mm3d.transport.point_to_point.PointToPoint`.
-
-    Attributes
-    ----------
-    traffic : Traffic
-        Blocks (calls), messages, words and bytes that this rank has sent.
+    `mm3d.transport.point_to_point.PointToPoint`.  `traffic` counts the blocks (calls), messages,
+    words and bytes that this rank has sent.
     """
 
     _own: Box    # this rank's block
@@ -197,16 +193,9 @@ def within(box: Box, own: Box) -> tuple[slice, ...]:
 class TiedStages(BlockMessages):
     """Sum the gradients of a table that the first and the last stage of a schedule hold.
 
-    Parameters
-    ----------
-    mesh, asleep, synchronous
-        As for `mm3d.training.hops.BlockMessages`.
-    stages : tuple of int
-        The stage of the embedding, and another one of the head.
-    shape : tuple of int
-        Global shape of the table.
-    divided : bool
-        Whether replicas divide the gradients, as from stage 1 of ZeRO on.
+    `stages` are that of the embedding, and another one of the head; `shape` is the table's,
+    globally; `divided` says whether replicas divide the gradients, as from stage 1 of ZeRO on.
+    Other parameters are as for `BlockMessages`.
     """
 
     def __init__(self, mesh: Mesh, stages: tuple[int, int], shape: tuple[int, int],
@@ -235,12 +224,8 @@ class TiedStages(BlockMessages):
     def sum_gradients(self, parameter: Parameter | None, traffic: Traffic) -> None:
         """Exchange the gradients, and add the other stage's to that of `parameter`.
 
-        Parameters
-        ----------
-        parameter : Parameter or None
-            The table or its copy on this rank; None on other stages, which do nothing.
-        traffic : Traffic
-            Counts what this rank sends.
+        That is the table or its copy on this rank; None on other stages, which do nothing.
+        `traffic` counts what this rank sends.
         """
         if parameter is None:
             return

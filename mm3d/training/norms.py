@@ -50,23 +50,12 @@ def reproducible_norm(arrays: list[Array], comm: MPI.Intracomm,
                       largest: float | None = None) -> float:
     """Compute the root of the sum of all squares of the arrays of all ranks.
 
-    The result has the same bits however the elements are divided into arrays and over ranks.
-    Beside the rounding of each square and of the result to float64, its relative error is below
-    2^-31, and typically far below; for float64, below n 2^-86 with n elements.
-
-    Parameters
-    ----------
-    arrays : list of Array
-        This rank's arrays; every element is on one rank only.
-    comm : mpi4py.MPI.Intracomm
-        The ranks; all must call it.
-    largest : float, optional
-        The result of `largest_magnitude`, which is computed if not given.
-
-    Returns
-    -------
-    float
-        The norm; infinity where any element is infinite or NaN, or the norm is beyond float64.
+    The result has the same bits however the elements, each on one rank only, are divided into
+    arrays and over ranks, which all call this.  Beside the rounding of each square and of the
+    result to float64, its relative error is below 2^-31, and typically far below; for float64,
+    below n 2^-86 with n elements.  It is infinity where any element is infinite or NaN, or the
+    norm is beyond float64.  `largest` is the result of `largest_magnitude`, which is computed if
+    not given.
     """
     if largest is None:
         largest = largest_magnitude(arrays, comm)

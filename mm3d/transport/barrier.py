@@ -55,22 +55,10 @@ BARRIER_BYTES = HEAD_BYTES + SLOTS * _words.size    # that a rank needs for barr
 class Barrier:
     """Count the arrivals of the ranks of a line at barriers, and compare their calls.
 
-    Parameters
-    ----------
-    comm : mpi4py.MPI.Intracomm
-        The ranks.
-    rows : ndarray of uint8
-        Shared memory, a row for each rank, all zero at first.  The first `BARRIER_BYTES` of a row
-        are used, except for bytes 16 to 63.
-
-    Attributes
-    ----------
-    looks : int
-        Number of looks at a counter before this rank yields its core, and then sleeps.
-    turn : int
-        Number of the last barrier that this rank arrived at.
-    completed : int
-        Number of a barrier that all ranks are known to have arrived at.
+    `rows` is shared memory of uint8, a row for each rank, all zero at first; of it the first
+    `BARRIER_BYTES` of a row are used, except for bytes 16 to 63.  This rank looks `looks` times at
+    a counter before it yields its core, and then sleeps.  `turn` is the number of the last barrier
+    that it arrived at, `completed` of one that all ranks are known to have arrived at.
     """
 
     def __init__(self, comm: MPI.Intracomm, rows: np.ndarray) -> None:

@@ -35,17 +35,10 @@ def encode_call(kind: int, dtype: np.dtype | None = None, shape: tuple[int, ...]
                 dim: int = 0, counts: tuple[int, ...] = ()) -> Call:
     """Encode a collective call.
 
-    Parameters
-    ----------
-    kind : int
-        `BARRIER`, `ALL_GATHER` and so on.
-    dtype, shape
-        Of the whole array, whose length along `dim` counts as 0 in an all-to-all; not given for
-        `BARRIER` and `MORE_MEMORY`.
-    dim : int
-        The dimension that is divided, or the root of a broadcast or reduce.
-    counts : tuple of int
-        Lengths of the ranks' blocks along `dim`.
+    `kind` is `BARRIER`, `ALL_GATHER` and so on.  `dtype` and `shape` are those of the whole array,
+    whose length along `dim` counts as 0 in an all-to-all; `BARRIER` and `MORE_MEMORY` have none.
+    `dim` is the dimension that is divided into blocks of the lengths `counts`, or the root of a
+    broadcast or reduce.
     """
     call = Call((kind, ord(dtype.char) if dtype else 0, dim, hash(counts), len(shape),
                  *shape[:MAX_DIMS], *NO_SIZES[len(shape):]))

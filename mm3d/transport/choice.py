@@ -106,26 +106,12 @@ def create_transports(comm: MPI.Intracomm | DryCommunicator,
     Ranks that may not open each other's memory use MPI, unless sharing is set explicitly.  Each
     line decides by itself: all its ranks fail alike, and its collectives concern no other line.
 
-    Parameters
-    ----------
-    comm : mpi4py.MPI.Intracomm or DryCommunicator
-        All ranks of the grid, which all call this.
-    lines : mapping of str to communicator
-        For each direction the ranks on this rank's line.
-    backend : Backend
-        The backend of the arrays.
-    kind : str
-        The name that `choose_transport` returned.
-    node : int
-        This rank's node.
-    ordered : bool
-        Whether arrays in host memory must be summed in the order of the ranks.
+    All ranks of the grid, `comm`, call this; `lines` has the ranks on this rank's line in each
+    direction, `kind` is the name that `choose_transport` returned, and `node` is this rank's.
+    `ordered` says whether arrays in host memory must be summed in the order of the ranks.
 
-    Raises
-    ------
-    OSError
-        On every rank of `comm` alike, when ranks of one line may not share memory, and
-        ``MM3D_TRANSPORT`` is set to share it.
+    Raises OSError on every rank of `comm` alike, when ranks of one line may not share memory, and
+    ``MM3D_TRANSPORT`` is set to share it.
     """
     found, problem = {}, ""
     for name, line in lines.items():

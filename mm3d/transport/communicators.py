@@ -10,10 +10,7 @@ EXHAUSTED = "too many communicators"    # what MPICH says, in lower case
 def create(make: Callable[..., MPI.Intracomm], *arguments: Any) -> MPI.Intracomm:
     """Create a communicator by one of mpi4py's methods, such as ``comm.Split``.
 
-    Raises
-    ------
-    RuntimeError
-        On every rank alike, in one line, when MPI has no communicator left.
+    Raises RuntimeError on every rank alike, in one line, when MPI has no communicator left.
     """
     try:
         return make(*arguments)
@@ -25,16 +22,11 @@ def create(make: Callable[..., MPI.Intracomm], *arguments: Any) -> MPI.Intracomm
 
 
 class DryCommunicator:
-    """Stand in for a communicator whose other ranks do not exist.
+    """Stand in for a communicator of so many ranks, of which all but this `rank` do not exist.
 
     A mesh or a grid on it has all its directions, coordinates and blocks, and collectives and
     messages that move nothing.  Received values are undefined, so it is for arrays without
     contents.
-
-    Parameters
-    ----------
-    size, rank : int
-        Number of ranks, and the number of this one.
     """
 
     def __init__(self, size: int, rank: int = 0) -> None:

@@ -73,13 +73,7 @@ def chunk_bytes(length: int, nodes: int) -> int:
 
 
 class Lane:
-    """Exchange arrays with the ranks of the same lane, one on each node.
-
-    Parameters
-    ----------
-    comm : mpi4py.MPI.Intracomm
-        The ranks of the lane, in the order of their nodes.
-    """
+    """Exchange arrays with the ranks of the same lane, one on each node, in the order of nodes."""
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self.comm, self.node, self.nodes = comm, comm.rank, comm.size

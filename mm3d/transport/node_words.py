@@ -21,23 +21,14 @@ def words_into_nodes(kind: str, blocks: Sequence[int], nodes: Sequence[int]) -> 
     """Count the words that each node has to receive from others in a collective.
 
     They are the words of bucket (ring) algorithms among nodes instead of ranks, the fewest
-    possible: each block crosses the link of a node once.
+    possible: each block crosses the link of a node once.  `kind` is one of
+    `mm3d.grid.axis.COLLECTIVES`.  `blocks` has the words of each rank's block; only their sum
+    matters but for gathers, scatters and all-to-alls, in which every rank sends each rank a block
+    of that rank's length.  `nodes` has the node of each rank, numbered from 0 in the order of the
+    ranks.
 
-    Parameters
-    ----------
-    kind : str
-        One of `mm3d.grid.axis.COLLECTIVES`.
-    blocks : sequence of int
-        Words of each rank's block; only their sum matters but for gathers, scatters and
-        all-to-alls, in which every rank sends each rank a block of that rank's length.
-    nodes : sequence of int
-        The node of each rank, numbered from 0 in the order of the ranks.
-
-    Returns
-    -------
-    list of int
-        Words, by node.  The root of a broadcast or a reduce is rank 0; a reduce goes through the
-        nodes in a chain, and its first node, the one after the root's, receives none.
+    The root of a broadcast or a reduce is rank 0; a reduce goes through the nodes in a chain, and
+    its first node, the one after the root's, receives none.
     """
     count, whole = max(nodes) + 1, sum(blocks)
     own = [sum(words for words, at in zip(blocks, nodes) if at == node) for node in range(count)]

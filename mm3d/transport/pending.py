@@ -8,18 +8,10 @@ from mm3d.arrays.backend import Array
 class Pending:
     """Hold a collective in flight, which `wait` completes.
 
-    Parameters
-    ----------
-    out : Array
-        The result, once complete.
-    finish : callable, optional
-        Makes the result ready, or orders later computation after it; None if the collective is
-        complete.
-    request : mpi4py.MPI.Request, optional
-        The request to complete before `finish`.  MPI makes no progress by itself: a long product
-        calls `progress` now and then.
-    kept : tuple of Array
-        Buffers that must live until the collective is complete.
+    `out` is the result, once complete.  `finish` makes it ready, or orders later computation after
+    it, once the `request` is complete; with neither the collective is.  MPI makes no progress by
+    itself: a long product calls `progress` now and then.  The buffers `kept` live until the
+    collective is complete.
     """
 
     def __init__(self, out: Array, finish: Callable[[], Any] | None = None,

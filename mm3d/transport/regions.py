@@ -15,23 +15,10 @@ Place = tuple[mmap.mmap, int]
 class Regions:
     """Take and drop regions of the segments of memory that ranks share.
 
-    Parameters
-    ----------
-    ranks : int
-        Number of ranks that use each region.
-    segment : mmap
-        The segment in which new regions are made.
-    start : int
-        Its first free byte.
-
-    Attributes
-    ----------
-    places : list of Place
-        Of each region, the segment and the byte at which it begins.
-    trial : list of tuple
-        Regions taken on trial, and how to undo each.
-    emptied : list of int
-        Regions given back to the system, to be taken again from the next barrier on.
+    So many `ranks` use each region.  New ones are made in `segment`, whose first free byte is
+    `start`.  `places` has segment and first byte of each region, `trial` the regions taken on
+    trial and how to undo each, and `emptied` those given back to the system, to be taken again
+    from the next barrier on.
     """
 
     def __init__(self, ranks: int, segment: mmap.mmap, start: int) -> None:

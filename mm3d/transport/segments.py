@@ -88,23 +88,10 @@ class SharedMemory:
     def synchronize(self, call: Call = _BARRIER, region: int = IN_MESSAGES) -> bool:
         """Wait for all ranks; stores before it are visible to all of them afterwards.
 
-        Parameters
-        ----------
-        call : Call
-            The collective of this rank.
-        region : int
-            The region of the arrays that are read.
-
-        Returns
-        -------
-        bool
-            Whether all ranks have the same region.  If so, the regions taken on trial are kept,
-            else they are undone.
-
-        Raises
-        ------
-        ValueError
-            On all ranks alike when their calls, or those before, differ.
+        `call` is the collective of this rank, and `region` that of the arrays that are read.
+        Returns whether all ranks have the same region: if so, the regions taken on trial are kept,
+        else they are undone.  Raises ValueError on all ranks alike when their calls, or those
+        before, differ.
         """
         barrier, regions, differ = self.barrier, self.regions, ""
         if self._given_back:

@@ -47,6 +47,11 @@ def test_what_makes_no_gpt_is_named(where, fields, said):
         mm3d.GPT(where, **fields)
 
 
+def test_a_config_in_another_order_is_refused():
+    with pytest.raises(TypeError, match=r"Config\(Division, Model\): a mm3d.Model, then"):
+        Config(Division(), MODEL)
+
+
 def test_a_config_runs_dry():
     config = Config(replace(MODEL, dropout=0.0), Division(data=4, stages=2, grid=(2, 2, 2)))
     found = dry_run.trace(lambda comm, backend: mm3d.GPT(config.on(backend), comm), 64, 63)

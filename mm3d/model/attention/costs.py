@@ -17,23 +17,13 @@ def context_moves(scheme: str, grid: Mapping[str, int], sizes: ModelSizes, ranks
                   **options: Any) -> dict[str, dict[Key, Move]]:
     """Sum up the collectives along direction c in a step, by phase, direction and kind.
 
-    Both ways move the same words, n - 1 times keys and values in forward, and these and their
-    gradients in backward: in a call each, or passed on in n - 1 calls.  Where the grid divides
-    positions too, each of its ranks moves what it has gathered along the grid.
+    Both ways, see `mm3d.grid.activations.Context`, move the same words, n - 1 times keys and
+    values in forward, and these and their gradients in backward: in a call each, or passed on in n
+    - 1 calls.  Where the grid divides positions too, each of its ranks moves what it has gathered
+    along the grid.
 
-    Parameters
-    ----------
-    scheme, grid, sizes, recompute, **options
-        As for `mm3d.model.cost.moves`; the sizes are global.
-    ranks : int
-        n, the size of the context.
-    way : {"gather", "ring"}
-        See `mm3d.grid.activations.Context`.
-
-    Returns
-    -------
-    dict
-        As of `mm3d.model.cost.moves`, with the words of all ranks of n grids together.
+    The context has n = `ranks`; other parameters and the result, with the words of all ranks of n
+    grids together, are as of `mm3d.model.cost.moves`, with global sizes.
     """
     inner = Words(scheme, grid, sizes.batch, sizes.seq, **options).inner
     held = inner.copies * inner.grid.ranks_along(inner.rows.partition(",")[2])

@@ -290,12 +290,8 @@ class RingAttention(Attention):
 def merge(total: Array, lse: Array, out: Array, more: Array) -> None:
     """Merge attention to some keys, `out` and its `more`, into that to others, in place.
 
-    Parameters
-    ----------
-    total, out : Array
-        Outputs, (batch, queries, heads, d).
-    lse, more : Array
-        Their log-sum-exps, (batch, heads, queries); -inf where there are no keys yet.
+    `total` and `out` are outputs, (batch, queries, heads, d); `lse` and `more` their log-sum-exps,
+    (batch, heads, queries), -inf where there are no keys yet.
     """
     xp, more = namespace(total), getattr(more, "array", more)    # cuDNN's has the output, too
     top = xp.where(more > lse, more, lse)

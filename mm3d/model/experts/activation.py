@@ -15,18 +15,9 @@ def activation_forward(U: Array, b: Array | None, segments: Sequence[Segment], g
                        out: Array) -> Array:
     """Compute GELU(u + b_e), or SiLU(g) u of (g, u) + b_e where there are two `gates`.
 
-    Parameters
-    ----------
-    U : Array
-        (rows, gates x features), the gate first; two gates add b to it in place.
-    b : Array or None
-        The biases of this rank's experts, (experts, gates x features).
-    segments : sequence of Segment
-        The experts of the rows.
-    gates : int
-        How many products U has.
-    out : Array
-        Receives the result, (rows, features).
+    U is (rows, gates x features), the gate first; two gates add b to it in place.  b has the
+    biases of this rank's experts, (experts, gates x features), or is None; `segments` are the
+    experts of the rows; `out`, (rows, features), receives the result.
     """
     if gates == 2:
         if b is not None:

@@ -16,18 +16,9 @@ from mm3d.model.functional import upcast
 def shares(experts: ExpertOptions, totals: np.ndarray, tokens: int, layers: int = 1) -> np.ndarray:
     """Compute the share f of each expert in the balance loss, as the convention defines it.
 
-    Parameters
-    ----------
-    totals : ndarray of int64
-        (k, E): how many of all `tokens` have each expert as their first, second ... choice,
-        dropped or not.
-    layers : int
-        Number of layers of the model, which the convention "megablocks" divides by.
-
-    Returns
-    -------
-    ndarray of float64
-        (E,).
+    `totals`, int64 (k, E), says how many of all `tokens` have each expert as their first, second
+    ... choice, dropped or not; the convention "megablocks" divides by the `layers` of the model.
+    The result is float64, (E,).
     """
     if experts.convention == "huggingface":
         return totals.sum(0) / tokens
@@ -41,16 +32,13 @@ def balance_loss(choice: Choice, experts: ExpertOptions, totals: np.ndarray, tok
                  layers: int = 1) -> tuple[Array, Array]:
     """Compute this rank's part of the balance loss, and the gradient of the logits.
 
-    The loss is alpha E sum_i f_i P_i, with the coefficient alpha = ``experts.balance``, the
-    global shares f of `shares`, and the mean probability P over all tokens.  With p the
-    probabilities of a token t, its gradient is dL/dz_tj = (alpha E / T) p_tj (f_j - sum_i f_i
-    p_ti).  Source: Fedus, Zoph and Shazeer, arXiv 2101.03961, equations 4 to 6.  Parameters as in
-    `shares`.
+    The loss is alpha E sum_i f_i P_i, with the coefficient alpha = ``experts.balance``, the global
+    shares f of `shares`, and the mean probability P over all tokens.  With p the probabilities of
+    a token t, its gradient is dL/dz_tj = (alpha E / T) p_tj (f_j - sum_i f_i p_ti).  Source:
+    Fedus, Zoph and Shazeer, arXiv 2101.03961, equations 4 to 6.
 
-    Returns
-    -------
-    value, dlogits : Array
-        The part of the loss, of shape (1,) in float64; and (tokens of this rank, E).
+    Parameters as in `shares`.  The part has the shape (1,), in float64; the gradient is (tokens of
+    this rank, E).
     """
     p = choice.probabilities
     library, xp = backend_of(p), namespace(p)

@@ -58,22 +58,10 @@ class Plan:
 class Dispatch:
     """Plan where rows go, and move them.
 
-    Parameters
-    ----------
-    outer, inner : Space
-        The spaces of activations around a pair of products.
-    order : TokenOrder
-        The order of the tokens.
-    experts, hidden : int
-        Number of experts, and global number of features of a row.
-    axis : Axis, optional
-        The direction that divides the experts, one of ``order.directions``; without it every
-        rank's group has all experts.
-
-    Attributes
-    ----------
-    own : int
-        How many experts this rank has.
+    `outer` and `inner` are the spaces of activations around a pair of products, `order` the order
+    of the tokens; a row has `hidden` features globally.  The `experts` are divided by the
+    direction `axis`, one of ``order.directions``; without it every rank's group has all.  This
+    rank has `own` of them.
     """
 
     def __init__(self, outer: Space, inner: Space, order: TokenOrder, experts: int, hidden: int,
@@ -229,19 +217,9 @@ def take_pairs(tokens: Array, pairs: np.ndarray, top: int) -> Array:
 def sum_by_token(rows: Array, places: np.ndarray, gates: Array | None = None) -> Array:
     """Sum the rows of each token's pairs, times their gates, in the order of the choices.
 
-    Parameters
-    ----------
-    rows : Array
-        (pairs, features).
-    places : ndarray of int64
-        (tokens, k): the row of each pair; -1 for none, which adds nothing.
-    gates : Array, optional
-        (tokens, k); by default all are 1.
-
-    Returns
-    -------
-    Array
-        (tokens, features), in float32 at least.
+    `rows` is (pairs, features); `places`, int64 (tokens, k), says the row of each pair, -1 for
+    none, which adds nothing; `gates` are (tokens, k), by default all 1.  The result is (tokens,
+    features), in float32 at least.
     """
     library, (tokens, top) = backend_of(rows), places.shape
     found = library.empty((tokens, rows.shape[1]), rows.dtype)
@@ -262,20 +240,9 @@ def split_by_pair(dy: Array, rows: Array, pairs: np.ndarray,
                   gates: Array) -> tuple[Array, Array]:
     """Compute the gradients of rows and gates of `sum_by_token` from the gradient of its result.
 
-    Parameters
-    ----------
-    dy : Array
-        (tokens, features).
-    rows, gates : Array
-        The arguments of `sum_by_token`.
-    pairs : ndarray of int64
-        The pair, ``k token + choice``, of each row.
-
-    Returns
-    -------
-    drows, dgates : Array
-        (pairs, features) in the type of dy; and (tokens, k), sums over these features, 0 for
-        pairs without a row.
+    dy is (tokens, features); `rows` and `gates` are the arguments of `sum_by_token`; `pairs`,
+    int64, has the pair, ``k token + choice``, of each row.  Returns drows, (pairs, features) in
+    the type of dy, and dgates, (tokens, k): sums over these features, 0 for pairs without a row.
     """
     library, top = backend_of(dy), gates.shape[1]
     xp, count = library.xp, gates.shape[0] * top

@@ -37,18 +37,10 @@ def choose(logits: Array, experts: ExpertOptions, bias: Array | None = None,
            assumed: np.ndarray | None = None) -> Choice:
     """Choose the experts with the largest logits; among equals the lowest number.
 
-    Parameters
-    ----------
-    logits : Array
-        (tokens, E), of this rank's tokens.  Numbers of 16 bits are converted to float32; a NaN
-        counts as the smallest number.
-    experts : ExpertOptions
-        The options.
-    bias : Array, optional
-        (E,), only with the gate "sigmoid-bias": the experts with the largest sum of sigmoid and
-        bias are chosen.
-    assumed : ndarray of int64, optional
-        (tokens, k): the choice to take where the logits have no contents.
+    The logits are (tokens, E), of this rank's tokens.  Numbers of 16 bits are converted to
+    float32; a NaN counts as the smallest number.  With the gate "sigmoid-bias" the experts with
+    the largest sum of sigmoid and `bias`, (E,), are chosen.  Where logits have no contents, the
+    choice is what is `assumed`, int64 (tokens, k).
     """
     library, xp, z = backend_of(logits), namespace(logits), upcast(logits)
     scores, slope, sought = z, None, z

@@ -59,16 +59,10 @@ class Routing:
 class ExpertLinear:
     """Compute y_e = x_e W_e for the rows of each expert e; hold the bias b_e, if it has one.
 
-    Parameters
-    ----------
-    build : Builder
-        Makes W of all experts, and b, whose global shape is that of W without `in`.
-    name, way, has_bias
-        As of `mm3d.model.layers.Linear`.
-    shape : tuple of int
-        Global shape (experts, in, out) of W, or (experts, in, 2, out) for two products.
-    own : int
-        Number of experts of this rank.
+    `build` makes W of all experts, and b, whose global shape is that of W without `in`; `name`,
+    `way` and `has_bias` are as of `mm3d.model.layers.Linear`.  The global `shape` of W is
+    (experts, in, out), or (experts, in, 2, out) for two products; this rank has `own` of the
+    experts.
     """
 
     def __init__(self, build: Builder, name: str, way: str, shape: tuple[int, ...],
@@ -111,17 +105,9 @@ class ExpertsLayer:
     """Compute y = sum over the chosen experts e of g_e (GELU(x W_e + b_e) V_e + c_e).
 
     An architecture may have no biases, or SwiGLU instead of GELU; a shared expert is added to it.
-
-    Parameters
-    ----------
-    build : Builder
-        Makes the parameters; its `routings` record each routing.
-    hidden, wide : int
-        Global numbers of features of an expert's input and output, and between its products.
-    layer_count : int
-        Number of layers of the model, see `mm3d.model.experts.balance.shares`.
-    architecture : Architecture
-        Says what an expert computes.
+    `build` makes the parameters, and its `routings` record each routing.  An expert has `hidden`
+    features at both ends, and `wide` between its products, globally; the model has `layer_count`
+    layers, see `mm3d.model.experts.balance.shares`.
     """
 
     def __init__(self, build: Builder, name: str, experts: ExpertOptions, hidden: int, wide: int,

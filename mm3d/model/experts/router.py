@@ -14,16 +14,9 @@ class Router:
     """Compute logits = x W^T, in float32 at least.
 
     Ranks that share rows sum their terms, block by block, so that all of them have the same bits
-    and choose the same experts.
-
-    Parameters
-    ----------
-    build : Builder
-        Makes W; x is in its outer space.
-    name : str
-        Name of W in the block, without "weight".
-    shape : tuple of int
-        Global shape of W, (experts, hidden), which is stored like vectors along the features.
+    and choose the same experts.  `build` makes W, called `name` in the block, without "weight"; x
+    is in its outer space.  The global `shape` of W is (experts, hidden); it is stored like vectors
+    along the features.
     """
 
     def __init__(self, build: Builder, name: str, shape: tuple[int, int]) -> None:

@@ -116,15 +116,9 @@ class TokenOrder:
     def gather(self, counts: np.ndarray, capacity: int | None, order: str) -> GlobalCounts:
         """Gather the counts of all ranks' runs; every rank must call it.
 
-        Parameters
-        ----------
-        counts : ndarray of int64
-            (runs of this rank, k, E): how many tokens of each run have each expert as their
-            first, second ... choice.
-        capacity : int or None
-            How many pairs an expert takes; None for all.
-        order : {"position", "choice"}
-            In which order, see `mm3d.model.experts.token_order.positions`.
+        `counts`, int64 (runs of this rank, k, E), says how many tokens of each run have each
+        expert as their first, second ... choice; an expert takes `capacity` pairs, or with None
+        all, in the `order` of `positions`.
         """
         a = self.backend.asarray(np.ascontiguousarray(counts))
         for axis, lengths in self._gathers:
@@ -187,16 +181,9 @@ def _count_kept(runs: np.ndarray, before: np.ndarray, totals: np.ndarray, capaci
 def capacity_of(experts: ExpertOptions, tokens: int) -> int | None:
     """Return how many (token, choice) pairs an expert takes, as the convention computes it.
 
-    Returns
-    -------
-    int or None
-        At most the global number of tokens, since a token is sent to an expert once; None when
-        nothing is dropped.
-
-    Raises
-    ------
-    ValueError
-        When an expert would take no token, or the choices cannot be counted.
+    They are at most the global number of tokens, since a token is sent to an expert once; None
+    when nothing is dropped.  Raises ValueError when an expert would take no token, or the choices
+    cannot be counted.
     """
     experts.check_tokens(tokens)
     if experts.capacity is None:
@@ -231,23 +218,11 @@ def positions(chosen: np.ndarray, before: np.ndarray, totals: np.ndarray,
               order: str) -> np.ndarray:
     """Return the place of each of this rank's (token, choice) pairs in its expert, from 0 on.
 
-    Parameters
-    ----------
-    chosen : ndarray of int64
-        (tokens, k): the experts of this rank's tokens, which follow each other in the global
-        order.
-    before : ndarray of int64
-        (k, E): `counts` summed over all tokens before this rank's first.
-    totals : ndarray of int64
-        (k, E): `counts` summed over all tokens.
-    order : str
-        "position": tokens in their global order; "choice": all first choices come before all
-        second choices, each in the global order of the tokens.
-
-    Returns
-    -------
-    ndarray of int64
-        (tokens, k).
+    `chosen`, int64 (tokens, k), has the experts of this rank's tokens, which follow each other in
+    the global order; `before` and `totals`, int64 (k, E), are `counts` summed over all tokens
+    before this rank's first, and over all.  By the order "position" tokens come in their global
+    order; by "choice" all first choices come before all second choices, each in the global order
+    of the tokens.  The result is int64, (tokens, k).
     """
     count = totals.shape[1]
     if order == "position":

@@ -80,17 +80,10 @@ class ExpertRanks:
 class Routings(PlainNumbers):
     """Record how the tokens of a model's passes are routed, for recomputation and reports.
 
-    A routing is a `mm3d.model.experts.layer.Routing`, totals are
-    `mm3d.model.experts.totals.RoutingTotals`.
-
-    Attributes
-    ----------
-    scale : float
-        Factor of the gradients of the balance loss and the z-loss.
-    totals : list of RoutingTotals
-        One for each layer and forward, with the losses of this rank's tokens, until it is emptied.
-    biases : dict of str to Parameter
-        What the gate "sigmoid-bias" adds in each layer, by the layer's name.
+    A routing is a `mm3d.model.experts.layer.Routing`.  `scale` is the factor of the gradients of
+    the balance loss and the z-loss.  `totals` has a `RoutingTotals` for each layer and forward,
+    with the losses of this rank's tokens, until it is emptied; `biases` what the gate
+    "sigmoid-bias" adds in each layer, by its name.
     """
 
     def __init__(self) -> None:

@@ -93,19 +93,9 @@ class Timeline:
 def clock(schedule: Schedule, times: Times) -> Timeline:
     """Compute when each action begins and ends.
 
-    Parameters
-    ----------
-    schedule : Schedule
-        One that passes `mm3d.training.schedules.check.check`.
-    times : Times
-        Times of its stages.
-
-    Raises
-    ------
-    ValueError
-        When the times are of another number of stages.
-    ScheduleError
-        By the rule "progress", when actions wait for each other for ever.
+    The schedule passes `mm3d.training.schedules.check.check`, and the times are of its stages.
+    Raises ValueError when they are of another number of stages; ScheduleError by the rule
+    "progress", when actions wait for each other for ever.
     """
     if len(times.forward) != schedule.stage_count:
         raise ValueError(f"times of {len(times.forward)} stages for a schedule of "
@@ -191,21 +181,11 @@ class _Run:
 def peak_in_flight(schedule: Schedule, kept: Fraction | int = 0) -> tuple[Fraction, ...]:
     """Return the largest number of micro-batches in flight on each rank.
 
-    A micro-batch is in flight in a stage from the begin of its forward on.
-
-    Parameters
-    ----------
-    schedule : Schedule
-        One that passes `mm3d.training.schedules.check.check`.
-    kept : Fraction or int
-        The share of a micro-batch's activations that the gradient of the weights still needs: 0
-        counts to the end of B, 1 to the end of W.
-
-    Returns
-    -------
-    tuple of Fraction
-        By rank, in activations of one micro-batch in one stage: with several chunks a rank a
-        stage has a part of the rank's layers only.
+    A micro-batch is in flight in a stage from the begin of its forward on.  `kept` is the share of
+    its activations that the gradient of the weights still needs: 0 counts to the end of B, 1 to
+    the end of W.  The schedule passes `mm3d.training.schedules.check.check`.  The result is in
+    activations of one micro-batch in one stage: with several chunks a rank a stage has a part of
+    the rank's layers only.
     """
     released = {"B": 1 - Fraction(kept), "W": Fraction(kept), "BW": Fraction(1)}
     peaks = []

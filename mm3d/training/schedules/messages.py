@@ -51,18 +51,10 @@ def message_count(schedule: Schedule) -> int:
 
 
 class ScheduleProgress:
-    """Run a schedule without times, as far as its messages allow.
+    """Run a schedule, which has each step once, without times, as far as its messages allow.
 
-    Parameters
-    ----------
-    schedule : Schedule
-        One that has each step once.
-    pending : int, optional
-        How many messages from one rank to another may be sent and not yet received; a further
-        send waits.  0: sends are synchronous, each waits for its receive.  None: any number.
-
-    Notes
-    -----
+    As many messages as `pending` from one rank to another may be sent and not yet received; a
+    further send waits.  0: sends are synchronous, each waits for its receive.  None: any number.
     What can be done stays possible until it is done, so the end does not depend on the order in
     which the ranks are looked at.
     """

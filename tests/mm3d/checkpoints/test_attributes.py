@@ -48,6 +48,15 @@ def test_what_would_be_lost_is_refused(comm, shared_tmp_path):
         assert refused(model, shared_tmp_path, **{name: value}).startswith(f"{name}={value!r}")
 
 
+def test_a_seed_of_any_length_of_masks_is_kept(tmp_path):
+    """Which the generator of masks takes; in a text beyond the numbers of 64 bits of a file."""
+    for seed in (-2 ** 63, 2 ** 64 - 1, 2 ** 64, -2 ** 70):
+        model = transformer(dropout=0.5, seed=seed)
+        mm3d.save(tmp_path, model)
+        kept = read_index(mm3d.restore(tmp_path, model).path).training["mask_seed"]
+        assert int(kept) == seed and isinstance(kept, str) == (seed in (2 ** 64, -2 ** 70))
+
+
 @pytest.mark.parametrize("name", ("", "a\0b", "\ud800", "n" * 70000))
 def test_names_that_hdf5_does_not_have(tmp_path, name):
     refused(transformer(), tmp_path, **{name: 1})

@@ -174,6 +174,31 @@ def test_a_direction_that_the_grid_lacks(comm):
             grid.x
 
 
+@pytest.mark.ranks(1, 4)
+def test_what_was_freed_says_so(comm):
+    sizes = dict(layers=1, hidden=8, heads=4, batch=4, seq=4)
+    mesh = mm3d.Mesh(comm, grid=(1, 1, comm.size))
+    model, tokens = mm3d.GPT(mesh, **sizes), np.zeros((4, 4), int)
+    mesh.free()
+    for use in (lambda: model.step(tokens, tokens), lambda: mm3d.GPT(mesh, **sizes)):
+        with all_refuse(comm, "is of a grid that was freed", RuntimeError):
+            use()
+    assert not mesh.scheme.grid.traffic() and not hasattr(mesh.scheme.grid, "other")
+
+
+@pytest.mark.ranks(2)
+def test_what_is_no_array_and_no_dimension_of_one_are_refused(comm):
+    with on_grid(comm, x=2) as grid:
+        x, a = grid.x, np.ones((2, 4))
+        for call, one, dim in (*product((x.all_gather, x.reduce_scatter), [a], (2, [0])),
+                               (x.all_gather, [1, 2], 0)):
+            with all_refuse(comm, "dim=.* along x: an array, and one of its dimensions, would"):
+                call(one, dim)
+        for call in (x.all_reduce, lambda one: x.reduce(one, 0), lambda one: x.broadcast(one, 1)):
+            with all_refuse(comm, "dim=None of list along x"):
+                call([1.0])
+
+
 # --- Collectives ---------------------------------------------------------------------------
 # Rank r holds integers(shape, seed=r): every rank can tell what any other one holds.
 

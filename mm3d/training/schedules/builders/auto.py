@@ -15,25 +15,14 @@ def auto(ranks: int, microbatches: int, times: Times | None = None,
          memory: Exact | None = None, kept: Exact = 1) -> Schedule:
     """Search for the schedule of the least cost with one stage a rank.
 
-    It is the result of `mm3d.training.schedules.search.search`, or 1F1B, ZB-H1 or ZB-H2
-    where one of these fits the memory and is better.
+    It is the result of `mm3d.training.schedules.search.search`, or 1F1B, ZB-H1 or ZB-H2 where one
+    of these fits the memory and is better.  By default the times of the stages are F = B = W = 1,
+    and no time for hops.  A rank may hold at most `memory` activations of one micro-batch, by
+    default as many as there are ranks, the memory of 1F1B; W still needs the share `kept` of them
+    after B, from 0 to 1.
 
-    Parameters
-    ----------
-    ranks, microbatches : int
-        At least 1 each.
-    times : Times, optional
-        Times of the stages (default: F = B = W = 1 and no time for hops).
-    memory : number, optional
-        The most that a rank may hold, in activations of one micro-batch (default: as many as
-        there are ranks, the memory of 1F1B).
-    kept : number
-        The share of them that W still needs after B, from 0 to 1.
-
-    Raises
-    ------
-    ValueError
-        When not even one micro-batch fits, or the times are of another number of stages.
+    Raises ValueError when not even one micro-batch fits, or the times are of another number of
+    stages.
     """
     times = times or Times.equal(ranks, 1, 1, 1)
     limit = Limit(exact(ranks if memory is None else memory), exact(kept))
