@@ -8,7 +8,7 @@ import numpy as np
 from bench.cases.case import Case, make_case
 from bench.cases.combined import list_cases
 from bench.cases.paper import Row, load_tables
-from bench.experiments.rows.dilation import Dilated
+from bench.experiments.rows.dilation import dilation_groups
 from bench.experiments.rows.record import published_row
 from bench.instruments import spans
 from bench.prediction.pipelines.waited_step import PARTS as STEP_PARTS
@@ -69,9 +69,8 @@ def emulated_run(row: Row, seconds: float, slowed: float = 1.0, software: float 
     run.configuration.update({"grid": " x ".join(map(str, grid)), "dilation": slowed,
                               "software_share": 0.25})
     run.environment["emulated_cluster"] = preset.cluster
-    dilated = Dilated(slowed, np.full((2, 3), software / 2),
-                      {"forward": (0.1, 0.2), "backward": (0.3, 0.4)})
-    run.groups.update(dilated.groups)
+    run.groups.update(dilation_groups(np.full((2, 3), software / 2), {
+        "forward": (0.1, 0.2), "backward": (0.3, 0.4)}))
     return run
 
 
