@@ -16,7 +16,7 @@ from bench.errors import StoreError, UsageError, WrongResult
 from bench.experiments.training import comparison, history, plain_gpt, record, trainer
 from bench.experiments.training.history import History
 from bench.experiments.training.record import expected_peak_bytes
-from bench.experiments.training.meshes import list_mesh_cases, reference_of
+from bench.experiments.training.meshes import count_ranks, list_mesh_cases, reference_of
 from bench.experiments.training.plan import Plan
 from bench.experiments.training.rounding_bounds import rounding_bounds
 from bench.experiments.training.text import read_text
@@ -338,7 +338,7 @@ def test_every_mesh_has_the_same_losses_gradients_and_weights(comm, shared_tmp_p
     """
     cases = list_mesh_cases(comm.size)
     if comm.size > 2:
-        cases = [case for case in cases if case.ranks > 2 or case.division.given().keys() <= {
+        cases = [case for case in cases if count_ranks(case) > 2 or case.given().keys() <= {
             "scheme", "microbatches"}]
     found = check_meshes(comm, shared_tmp_path, "float64", cases)
     assert comm.rank or sum("bits of" in check.quantity for check in found.checks) > 8
@@ -352,7 +352,7 @@ def check_meshes(comm, shared_tmp_path, dtype, cases):
         return None
     assert all(check.passed for check in found.checks), [
         check for check in found.checks if not check.passed]
-    assert found.scales["mesh"] == [case.name for case in cases]
+    assert found.scales["mesh"] == [*map(str, cases)]
     path = run_file.write_run(found, shared_tmp_path, "meshes")
     assert check_file(path)[0] == []
     text = format_record(run_file.read_run(path))
@@ -410,13 +410,13 @@ def test_what_would_have_no_effect_is_refused(words, said):
 def test_families_are_what_must_be_equal_to_the_bit():
     cases = list_mesh_cases(8)
     reference = reference_of(cases)
-    assert len({case.name for case in cases}) == len(cases) > 40
-    assert {case.division.scheme for case in cases} == set(schemes.registry())
+    assert len({str(case) for case in cases}) == len(cases) > 40
+    assert {case.scheme for case in cases} == set(schemes.registry())
     for case in cases:
-        one, first = case.division, reference(case).division
-        assert (one.data, one.shards, one.microbatches, one.scheme, one.grid) == (
+        first = reference(case)
+        assert (case.data, case.shards, case.microbatches, case.scheme, case.grid) == (
             first.data, first.shards, first.microbatches, first.scheme, first.grid)
-    assert {case.division.zero for case in cases if reference(case) is not case} == {0, 1, 2, 3}
+    assert {case.zero for case in cases if reference(case) is not case} == {0, 1, 2, 3}
     for wrong in (PLAN, replace(COMPARED, dtype="float16")):
         with pytest.raises(UsageError, match="sgd in float64 or float32 would do"):
             comparison.compare_meshes(None, wrong, TEXT)
