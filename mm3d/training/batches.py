@@ -12,7 +12,8 @@ from mm3d.training.schedules import Schedule, check
 
 
 def divide_layers(schedule: Schedule, ranks: int, sizes: ModelSizes,
-                  microbatches: int | None = None, data: int = 1) -> list[range]:
+                  microbatches: int | None = None, data: int = 1,
+                  batch: str = "a batch") -> list[range]:
     """Return the layers of each stage of a schedule, after checking that all fit together.
 
     Parameters
@@ -27,6 +28,8 @@ def divide_layers(schedule: Schedule, ranks: int, sizes: ModelSizes,
         The micro-batches that it should have; any number, if not given.
     data : int
         Number of replicas.
+    batch : str
+        What an error calls the batch.
 
     Raises
     ------
@@ -44,7 +47,7 @@ def divide_layers(schedule: Schedule, ranks: int, sizes: ModelSizes,
     if sizes.layers < schedule.stage_count:
         raise ValueError(f"{sizes.layers} layers cannot be divided among {schedule.stage_count} "
                          f"stages: at least one layer for each is needed")
-    check_rows(sizes.batch, data, schedule.microbatches)
+    check_rows(sizes.batch, data, schedule.microbatches, batch)
     lengths = block_lengths(sizes.layers, schedule.stage_count)
     starts = itertools.accumulate(lengths, initial=0)
     return [range(start, start + length) for start, length in zip(starts, lengths)]
@@ -68,7 +71,7 @@ def divide_rows(batch: int, data: int, microbatches: int,
     return found
 
 
-def check_rows(batch: int, data: int, microbatches: int) -> int:
+def check_rows(batch: int, data: int, microbatches: int, called: str = "a batch") -> int:
     """Return the sequences of a micro-batch, of all replicas.
 
     Raises ValueError when the micro-batches do not divide the batch, or have less than one
@@ -78,7 +81,7 @@ def check_rows(batch: int, data: int, microbatches: int) -> int:
     if rest or size < data:
         near = sorted({max(data, size), max(data, size + 1)})
         each = f" of at least {data} sequences, one for each replica" * (data > 1)
-        raise ValueError(f"a batch of {batch} sequences cannot be divided into {microbatches} "
+        raise ValueError(f"{called} of {batch} sequences cannot be divided into {microbatches} "
                          f"equal micro-batches{each}: "
                          f"{' or '.join(str(n * microbatches) for n in near)} would do")
     return size

@@ -185,7 +185,7 @@ def test_a_folder_that_cannot_be_written(comm, shared_tmp_path):
     (("--preset", "huge"), "'huge' is unknown: choose one of paper"),
     (("--hidden", "100"), "--hidden 100: must be a multiple of the 32 heads"),
     (("--repetitions", "0"), "--repetitions: '0': a whole number of at least 1"),
-    (("--max-repetitions", "1"), "at most 1 repetitions: must be at least the 2"),
+    (("--max-repetitions", "1"), "at most 1 repetition: must be at least the 2"),
     (("--width", "0"), "--width: '0': a number greater than 0"),
     (("--backend", "abacus"), "abacus")])
 def test_wrong_arguments_get_one_message(comm, shared_tmp_path, options, message):
