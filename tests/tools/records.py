@@ -20,6 +20,7 @@ from bench.reports.figures import every_figure, roofline_and_memory
 from bench.reports.formats import render
 from bench.reports.micro_tables import make_parts
 from bench.reports.paper_tables import make_document
+from bench.validation.files import check_file
 from mm3d import SCHEMES
 from mm3d.grid.axis import COLLECTIVES
 from mm3d.tracing.events import PHASES
@@ -42,6 +43,23 @@ def drawn(panel) -> dict[str, list[list[float]]]:
 def format_record(record: Measurements) -> str:
     """The tables and notes of a record as text."""
     return render(make_parts([record]))
+
+
+def read_valid(path: Path) -> Measurements:
+    """The record in a file that keeps all rules."""
+    assert check_file(path)[0] == []
+    return run_file.read_run(path)
+
+
+def written(record: Measurements, folder: Path, name: str = "written") -> Measurements:
+    """A record after it was written to a file and read from there."""
+    return read_valid(run_file.write_run(record, folder, name))
+
+
+def only_record(folder: Path) -> Measurements:
+    """The one record in a folder."""
+    path, = folder.glob("*.h5")
+    return read_valid(path)
 
 
 def format_tables(folder: Path, form: str = "text") -> str:

@@ -8,12 +8,11 @@ from bench.cases.selection import select_rows
 from bench.cluster.spec import Cluster
 from bench.command_line import row_options
 from bench.experiments.rows.dilation import STEPS, dilation_factor
-from bench.records import run_file
 from bench.records.folder import read_folder
 from bench.reports.emulation.at_rates import join_rates
 from bench.reports.emulation.row import of_run
-from bench.validation.files import check_file
 from bench.validation.rules import check_waits
+from records import only_record
 from refused import refused
 
 ROW = ("--preset", "emulated-tiny", "--repetitions", "2", "--max-repetitions", "2", "--traced",
@@ -46,9 +45,7 @@ def test_a_row_is_slowed_and_told_so(comm, shared_tmp_path, cluster, capsys):
         "run", *ROW, "--rows", "weak:3d", "--software-share", "0.1", "--out",
         str(shared_tmp_path)])
     assert verbs.load("run").run(arguments, comm) == 0
-    path, = shared_tmp_path.glob("*.h5")
-    run = run_file.read_run(path)
-    assert check_file(path)[0] == []
+    run = only_record(shared_tmp_path)
     predicted = run.groups["predicted"].variables["seconds"].values
     software = run.groups["software"].variables["samples"].values
     assert predicted.shape == (2, 2) and (predicted > 0).all() and software.shape == (2, STEPS)

@@ -16,11 +16,11 @@ from bench.experiments.training import torch_training, trainer
 from bench.experiments.training.plan import Plan
 from bench.experiments.training.text import read_text
 from bench.records import run_file
-from bench.validation.files import check_file
 from bench.verbs import train
 from made_up_torch import make_up
 from mm3d.arrays import backend as backends
 from mm3d.model.experts.layer import Experts
+from records import only_record
 
 PLAN = Plan(layers=1, hidden=8, heads=2, batch=4, seq=6, steps=3, lr=0.01, warmup=2)
 TEXT = read_text()
@@ -132,8 +132,7 @@ def test_both_trainings_are_in_one_record(comm, tmp_path, capsys):
     assert values["torch_validation_loss"].tolist() == [5.5, 5.3, LOSS + 0.01]
     assert found.checks[-1].error == pytest.approx(
         abs(LOSS + 0.01 - values["validation_loss"][-1]))
-    path, = (tmp_path / "out").glob("*.h5")
-    assert check_file(path)[0] == []
+    only_record(tmp_path / "out")
     out = capsys.readouterr().out
     assert ", one process, trained afterwards" in " ".join(out.split())
     assert "At equal rates" in " ".join(out.split())

@@ -13,14 +13,12 @@ from bench.experiments.training.meshes import count_ranks, list_mesh_cases
 from bench.experiments.training.plan import Plan
 from bench.experiments.training.text import read_text
 from bench.experiments.training.trainer import Course, Training
-from bench.records import run_file
 from bench.reports.figures.training import meshes_picture
-from bench.validation.files import check_file
 from bench.verbs import train
 from mm3d.config import Division
 from mm3d.model.experts import layer
 from mm3d.model.experts.layer import Experts
-from records import format_record
+from records import format_record, written
 
 PLAN = Plan(layers=2, hidden=8, heads=2, batch=4, seq=6, steps=2, dtype="float64", warmup=2)
 COMPARED = replace(PLAN, layers=4, batch=24, warmup=0, optimizer="sgd", weight_decay=0.0, clip=0.0)
@@ -51,7 +49,7 @@ def test_experts_are_verified_and_their_use_is_recorded(comm, gate, shared_tmp_p
         assert (0 < entropy).all() and (entropy <= 1).all() and (dropped > 0).all()
         assert "experts' entropy 0." in progress_line(2, outcome.history, 2, 1)
         assert "4 experts, top 2" in format_record(found)
-        assert check_file(run_file.write_run(found, shared_tmp_path, gate))[0] == []
+        written(found, shared_tmp_path)
 
 
 @pytest.mark.ranks(2)
@@ -96,9 +94,7 @@ def compare_meshes(comm, shared_tmp_path, experts, cases):
         assert [check for check in found.checks if not check.passed] == []
         dropped = found.variables["dropped_share"].values
         assert (dropped > 0).all() == (experts.capacity is not None)
-        path = run_file.write_run(found, shared_tmp_path, "meshes")
-        assert check_file(path)[0] == []
-        text = format_record(run_file.read_run(path))
+        text = format_record(written(found, shared_tmp_path))
         assert "DIFFERENT" not in text and "pairs of other experts" in text
     return found
 

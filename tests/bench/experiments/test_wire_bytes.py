@@ -6,17 +6,15 @@ import numpy as np
 import pytest
 
 from bench.cases.selection import select_rows
-from bench.records import run_file
 from bench.records.kinds.collectives import least_words, wire_parts
 from bench.records.measurements import Group, Variable
 from bench.reports import merit, merit_rows
 from bench.reports.formats import render
 from bench.validation import rules
-from bench.validation.files import check_file
 from mm3d.grid.axis import COLLECTIVES
 from mm3d.grid.shape import GridShape
 from mm3d.tracing.events import PHASES
-from records import invented, made_up
+from records import invented, made_up, only_record, read_valid
 from support import run_in_cluster
 
 OVERHEAD = .05    # of headers, acknowledgements and barriers, over what has to be received
@@ -70,9 +68,8 @@ def test_the_wire_carries_what_collectives_must_send(tmp_path):
                "--most",
                "4194304", "--repetitions", "1", "--max-repetitions", "1", "--out", str(tmp_path),
                MM3D_TRANSPORT="")
-    path, = tmp_path.glob("*.h5")
-    run = run_file.read_run(path)
-    assert not check_file(path)[0] and run.configuration["transport"] == "hierarchical"
+    run = only_record(tmp_path)
+    assert run.configuration["transport"] == "hierarchical"
     received = np.median(run.variables["wire_received"].values, axis=2)[0, :, 0]
     least = run.variables["wire_least"].values[0]
     over = received.max(axis=-1) / least.max(axis=-1) - 1
@@ -92,8 +89,7 @@ def test_rows_have_their_bytes_on_the_wire(spec, schemes, tmp_path):
     paths = sorted(tmp_path.glob("*.h5"))
     assert len(paths) == len(rows.split(","))
     for path in paths:
-        run = run_file.read_run(path)
-        assert not check_file(path)[0]
+        run = read_valid(path)
         found = {name: one.values for name, one in run.groups["wire"].variables.items()}
         over = found["received"].sum(axis=1) / found["least"].sum(axis=1) - 1
         assert ((over > 0) & (over < OVERHEAD)).all(), (path.name, over)
