@@ -6,7 +6,6 @@ For programs that run in the namespaces of the cluster's head, as its command do
 """
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -14,8 +13,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from bench.cluster import links, namespaces
-from bench.cluster.nodes import DESCRIPTION
-from bench.cluster.spec import FOLDER, VARIABLE, Cluster, parse_rate
+from bench.cluster.nodes import read_cluster
+from bench.cluster.spec import Cluster, parse_rate
 from bench.errors import UsageError
 from pyroute2 import IPRoute
 
@@ -100,15 +99,13 @@ def _find_node(node: int) -> tuple[Cluster, int]:
         When this is not in the head of a cluster, or there is no such node.
     """
     try:
-        found = json.loads((Path(FOLDER) / DESCRIPTION).read_text(encoding="utf-8"))
+        cluster, processes = read_cluster()
     except FileNotFoundError as error:
         raise UsageError("faults are made inside an emulated cluster, off its nodes: bench "
                          "cluster -- COMMAND runs COMMAND there") from error
-    cluster = Cluster.from_environment({VARIABLE: found["cluster"]})
-    assert cluster is not None
     if not 0 <= node < cluster.nodes:
         raise UsageError(f"there is no node {node}: 0 to {cluster.nodes - 1} would do")
-    return cluster, found["processes"][str(node)]
+    return cluster, processes[str(node)]
 
 
 def _set_state(node: int, state: str) -> None:

@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -126,7 +127,7 @@ def build(cluster: Cluster, mpirun: tuple[str, str]) -> None:
     held.connect()
     links.open_ports(cluster)
     (Path(FOLDER) / nodes.DESCRIPTION).write_text(json.dumps(
-        {"cluster": cluster.to_environment(), "processes": held.processes}), encoding="utf-8")
+        {"cluster": asdict(cluster), "processes": held.processes}), encoding="utf-8")
 
 
 def write_commands(mpirun: tuple[str, str]) -> None:

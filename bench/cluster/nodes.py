@@ -67,6 +67,13 @@ class Nodes:
             signal.pause()
 
 
+def read_cluster() -> tuple[Cluster, dict[str, int]]:
+    """Read the cluster, and the processes that hold its nodes, by their numbers."""
+    with open(f"{FOLDER}/{DESCRIPTION}", encoding="utf-8") as file:
+        found = json.load(file)
+    return Cluster(**found["cluster"]), found["processes"]
+
+
 def enter_node(name: str) -> None:
     """Move this process into a node, which is named by its number, host name or address.
 
@@ -75,16 +82,13 @@ def enter_node(name: str) -> None:
     SystemExit
         When there is no such node.
     """
-    with open(f"{FOLDER}/{DESCRIPTION}", encoding="utf-8") as file:
-        found = json.load(file)
-    cluster = Cluster.from_environment({VARIABLE: found["cluster"]})
-    assert cluster is not None
+    cluster, processes = read_cluster()
     number = re.fullmatch(r"(?:node-)?(\d{1,9})", name)
     names = {cluster.address(node): node for node in range(cluster.nodes)}
     node = int(number[1]) if number else names.get(name, cluster.nodes)
     if node >= cluster.nodes:
         raise SystemExit(f"error: there is no node {name!r}: 0 to {cluster.nodes - 1} would do")
-    namespaces.enter(found["processes"][str(node)])
+    namespaces.enter(processes[str(node)])
     os.environ[VARIABLE] = cluster.to_environment(node)
 
 

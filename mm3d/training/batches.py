@@ -12,11 +12,13 @@ from mm3d.training.schedules import Schedule, check
 
 
 def divide_layers(schedule: Schedule, ranks: int, sizes: ModelSizes,
-                  microbatches: int | None = None, data: int = 1) -> list[range]:
+                  microbatches: int | None = None, data: int = 1,
+                  batch: str = "a batch") -> list[range]:
     """Return the layers of each stage of a schedule, after checking that all fit together.
 
     `ranks` is what it should have: the stages of a mesh; `sizes` are of the whole model and batch,
-    which `data` replicas share; `microbatches`, if given, is how many the schedule should have.
+    which `data` replicas share; `microbatches`, if given, is how many the schedule should have;
+    `batch` is what an error calls the batch.
     Raises ValueError when it is wrong, or does not fit.
     """
     check(schedule)
@@ -30,7 +32,7 @@ def divide_layers(schedule: Schedule, ranks: int, sizes: ModelSizes,
     if sizes.layers < schedule.stage_count:
         raise ValueError(f"{sizes.layers} layers cannot be divided among {schedule.stage_count} "
                          f"stages: at least one layer for each is needed")
-    check_rows(sizes.batch, data, schedule.microbatches)
+    check_rows(sizes.batch, data, schedule.microbatches, batch)
     lengths = block_lengths(sizes.layers, schedule.stage_count)
     starts = itertools.accumulate(lengths, initial=0)
     return [range(start, start + length) for start, length in zip(starts, lengths)]
@@ -54,7 +56,7 @@ def divide_rows(batch: int, data: int, microbatches: int,
     return found
 
 
-def check_rows(batch: int, data: int, microbatches: int) -> int:
+def check_rows(batch: int, data: int, microbatches: int, called: str = "a batch") -> int:
     """Return the sequences of a micro-batch, of all replicas.
 
     Raises ValueError when the micro-batches do not divide the batch, or have less than one
@@ -64,7 +66,7 @@ def check_rows(batch: int, data: int, microbatches: int) -> int:
     if rest or size < data:
         near = sorted({max(data, size), max(data, size + 1)})
         each = f" of at least {data} sequences, one for each replica" * (data > 1)
-        raise ValueError(f"a batch of {batch} sequences cannot be divided into {microbatches} "
+        raise ValueError(f"{called} of {batch} sequences cannot be divided into {microbatches} "
                          f"equal micro-batches{each}: "
                          f"{' or '.join(str(n * microbatches) for n in near)} would do")
     return size

@@ -60,8 +60,7 @@ def shifted_again(shop: Workshop) -> Tensors:
 def loss_of_one(shop: Workshop) -> Tensors:
     """Report the loss of the first replica alone."""
     middle = len(shop.start.tokens) // 2
-    tensors = shop.finish(shop.step())
-    return tensors | {Place(LOSS): shop.step(shop.without(slice(middle, None)))[Place(LOSS)]}
+    return shop.with_loss(lambda loss: shop.step(shop.without(slice(middle, None)))[Place(LOSS)])
 
 
 def lost_microbatch(shop: Workshop) -> Tensors:
@@ -75,29 +74,17 @@ def lost_microbatch(shop: Workshop) -> Tensors:
                         if place.kind != "activation gradient"})
 
 
-def counted_twice(shop: Workshop) -> Tensors:
-    """Add the squares of norms, which tensor parallelism replicates, once for each rank."""
-    tensors = shop.finish(shop.step())
-    squares = {name: (np.float64(a) ** 2).sum() for name, a in shop.gradients(tensors).items()}
-    more = sum(square for name, square in squares.items() if "ln_" in name)
-    return tensors | {Place(NORM): np.sqrt(sum(squares.values()) + more)}
-
-
-def norm_of_stage(shop: Workshop) -> Tensors:
-    """Take the norm of the first stage's gradients alone."""
-    tensors = shop.finish(shop.step())
-    squares = [(np.float64(a) ** 2).sum() for name, a in shop.gradients(tensors).items()
-               if "wte" in name or "wpe" in name or ".h.0." in name]
-    return tensors | {Place(NORM): np.sqrt(sum(squares))}
+def of_first_stage(name: str) -> bool:
+    """Return whether the first of two stages has a weight."""
+    return "wte" in name or "wpe" in name or ".h.0." in name
 
 
 def clip_per_stage(shop: Workshop) -> Tensors:
     """Clip the gradients of each of two stages by their own norm."""
     tensors = shop.finish(shop.step())
     gradients = shop.gradients(tensors)
-    stages = [{name for name in gradients if "wte" in name or "wpe" in name or ".h.0." in name}]
-    stages.append(gradients.keys() - stages[0])
-    for own in stages:
+    first = {*filter(of_first_stage, gradients)}
+    for own in (first, gradients.keys() - first):
         part = {name: a if name in own else np.zeros_like(a) for name, a in gradients.items()}
         after = compute_update(shop.start, shop.way, shop.comm, shop.optimizer, part)
         tensors |= {place: a for place, a in after.items() if place.name in own}
@@ -114,12 +101,11 @@ def stale(shop: Workshop, name: str, columns: bool) -> Tensors:
     return tensors
 
 
-def lost_shard(shop: Workshop) -> Tensors:
-    """Lose the gradient of the last quarter of a weight's columns."""
-    tensors, place = shop.step(), Place("gradient", f"{LAYER}.mlp.c_fc.weight")
-    a = np.array(tensors[place])
+def no_last_quarter(a: np.ndarray) -> np.ndarray:
+    """Return a gradient without the last quarter of its columns."""
+    a = np.array(a)
     a[:, 3 * a.shape[1] // 4:] = 0
-    return shop.with_gradient(place.name, a)
+    return a
 
 
 def positions_again(shop: Workshop) -> Tensors:
@@ -140,13 +126,17 @@ def swapped_heads(shop: Workshop) -> Tensors:
     return shop.with_weight(f"{LAYER}.attn.c_attn.weight", swap)
 
 
-def unmasked(shop: Workshop) -> Tensors:
-    """Let all queries of the last layer see all keys."""
+def in_attention(shop: Workshop, change: Callable[[Callable, Callable], tuple]) -> Tensors:
+    """Change how the last layer's attention computes, forward and backward."""
     def look(gpt: Any) -> None:
         layer = next(one for one in gpt.chunks[0].layers.layers[2].layers if hasattr(one, "pair"))
-        forward, back = layer.pair
-        layer.pair = lambda q, k, v, first, limit, out: forward(q, k, v, first, False, out), back
+        layer.pair = change(*layer.pair)
     return shop.finish(shop.step(look=look))
+
+
+def unmasked(forward: Callable, back: Callable) -> tuple[Callable, Callable]:
+    """Let all queries see all keys."""
+    return lambda q, k, v, first, limit, out: forward(q, k, v, first, False, out), back
 
 
 def half_rows(a: np.ndarray) -> np.ndarray:
@@ -195,11 +185,9 @@ def stale_replica(shop: Workshop) -> Tensors:
     return shop.finish(tensors)
 
 
-def narrow_sums(shop: Workshop) -> Tensors:
-    """Sum gradients over ranks in bfloat16."""
-    narrow, tensors = number_type("bfloat16"), shop.step()
-    return shop.finish({place: a.astype(narrow).astype(np.float64)
-                        if place.kind == "gradient" else a for place, a in tensors.items()})
+def narrowed(a: np.ndarray) -> np.ndarray:
+    """Return numbers after rounding to bfloat16."""
+    return a.astype(number_type("bfloat16")).astype(np.float64)
 
 
 def rotated_again(shop: Workshop) -> Tensors:
@@ -219,12 +207,6 @@ def swapped_gates(shop: Workshop) -> Tensors:
     names = f"{layer}.gate_proj.weight", f"{layer}.up_proj.weight"
     weights |= dict(zip(names, (weights[names[1]], weights[names[0]])))
     return shop.finish(shop.step(replace(shop.start, weights=weights)))
-
-
-def experts_over_replicas(shop: Workshop) -> Tensors:
-    """Divide the gradients of experts by the replicas, which have other experts."""
-    return shop.finish({place: a / 2 if place.kind == "gradient" and ".experts." in place.name
-                        else a for place, a in shop.step().items()})
 
 
 def equal_masks(shop: Workshop) -> Tensors:
@@ -280,8 +262,9 @@ FAULTS = [
         "2 times the right one, in this gradient alone"),
     Fault("weight's gradient lost", lambda shop: shop.with_gradient(
         f"{LAYER}.attn.c_proj.weight", 0.0), _gradient("attn.c_proj.weight"), "all zeros"),
-    Fault("gradient of one shard of 4 lost", lost_shard, _gradient("mlp.c_fc.weight"),
-          "block 3 of 4"),
+    Fault("gradient of one shard of 4 lost", lambda shop: shop.change_gradients(
+        f"{LAYER}.mlp.c_fc.weight", no_last_quarter), _gradient("mlp.c_fc.weight"),
+        "block 3 of 4"),
     Fault("head's gradient of the tied table lost", lambda shop: tied_parts(shop, 1, 0),
           Place("gradient", TABLE), "0 times the head's"),
     Fault("embedding's gradient of the tied table doubled", lambda shop: tied_parts(shop, 2, 1),
@@ -299,9 +282,12 @@ FAULTS = [
           "mean over 2 ranks of their means"),
     Fault("loss of one replica reported", loss_of_one, Place(LOSS), "rank 0 of 2 alone"),
     Fault("first micro-batch's gradients overwritten", lost_microbatch, LAST, "0, 1 times"),
-    Fault("gradients summed in bfloat16", narrow_sums, LAST, "bfloat16"),
-    Fault("norms' squares counted on 2 ranks", counted_twice, Place(NORM), "norms count 2 times"),
-    Fault("norm of one stage of 2", norm_of_stage, Place(NORM), "a part alone"),
+    Fault("gradients summed in bfloat16", lambda shop: shop.change_gradients("", narrowed), LAST,
+          "bfloat16"),
+    Fault("norms' squares counted on 2 ranks", lambda shop: shop.with_norm(
+        lambda name: 1 + ("ln_" in name)), Place(NORM), "norms count 2 times"),
+    Fault("norm of one stage of 2", lambda shop: shop.with_norm(of_first_stage), Place(NORM),
+          "a part alone"),
     Fault("clipped by each stage's own norm", clip_per_stage, Place("weight after", TABLE),
           "another norm in clipping", "sgd"),
     Fault("one shard of 2 stale after the step", lambda shop: stale(
@@ -313,7 +299,8 @@ FAULTS = [
           Place("weight after", TABLE), "another norm in clipping", "sgd"),
     Fault("no decay of weights", lambda shop: shop.finish(shop.step(), weight_decay=0.0),
           Place("weight after", TABLE), "decays", "plain"),
-    Fault("no causal mask", unmasked, Place("activation", LAYER), "but the last"),
+    Fault("no causal mask", lambda shop: in_attention(shop, unmasked),
+          Place("activation", LAYER), "but the last"),
     Fault("positions of the second shard begin at 0", positions_again,
           Place("activation", FIRST), "positions"),
     Fault("row-parallel bias added on both ranks", lambda shop: shop.with_weight(
@@ -339,6 +326,7 @@ FAULTS = [
           Place("activation", "model.layers.0"), "block 1 of 2", "llama"),
     Fault("gate and other product of SwiGLU exchanged", swapped_gates,
           Place("activation", "model.layers.1"), "", "llama"),
-    Fault("experts' gradients divided by replicas", experts_over_replicas, Place(
-        "gradient", "model.layers.1.block_sparse_moe.experts.3.w2.weight"), "1/2 times",
+    Fault("experts' gradients divided by replicas", lambda shop: shop.change_gradients(
+        ".experts.", lambda a: a / 2), Place(
+            "gradient", "model.layers.1.block_sparse_moe.experts.3.w2.weight"), "1/2 times",
         "mixtral")]

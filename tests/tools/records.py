@@ -8,7 +8,7 @@ import numpy as np
 from bench.cases.case import Case, make_case
 from bench.cases.combined import list_cases
 from bench.cases.paper import Row, load_tables
-from bench.experiments.rows.dilation import Dilated
+from bench.experiments.rows.dilation import dilation_groups
 from bench.experiments.rows.record import published_row
 from bench.instruments import spans
 from bench.prediction.pipelines.waited_step import PARTS as STEP_PARTS
@@ -20,6 +20,7 @@ from bench.reports.figures import every_figure, roofline_and_memory
 from bench.reports.formats import render
 from bench.reports.micro_tables import make_parts
 from bench.reports.paper_tables import make_document
+from bench.validation.files import check_file
 from mm3d import SCHEMES
 from mm3d.grid.axis import COLLECTIVES
 from mm3d.tracing.events import PHASES
@@ -42,6 +43,23 @@ def drawn(panel) -> dict[str, list[list[float]]]:
 def format_record(record: Measurements) -> str:
     """The tables and notes of a record as text."""
     return render(make_parts([record]))
+
+
+def read_valid(path: Path) -> Measurements:
+    """The record in a file that keeps all rules."""
+    assert check_file(path)[0] == []
+    return run_file.read_run(path)
+
+
+def written(record: Measurements, folder: Path, name: str = "written") -> Measurements:
+    """A record after it was written to a file and read from there."""
+    return read_valid(run_file.write_run(record, folder, name))
+
+
+def only_record(folder: Path) -> Measurements:
+    """The one record in a folder."""
+    path, = folder.glob("*.h5")
+    return read_valid(path)
 
 
 def format_tables(folder: Path, form: str = "text") -> str:
@@ -69,9 +87,8 @@ def emulated_run(row: Row, seconds: float, slowed: float = 1.0, software: float 
     run.configuration.update({"grid": " x ".join(map(str, grid)), "dilation": slowed,
                               "software_share": 0.25})
     run.environment["emulated_cluster"] = preset.cluster
-    dilated = Dilated(slowed, np.full((2, 3), software / 2),
-                      {"forward": (0.1, 0.2), "backward": (0.3, 0.4)})
-    run.groups.update(dilated.groups)
+    run.groups.update(dilation_groups(np.full((2, 3), software / 2), {
+        "forward": (0.1, 0.2), "backward": (0.3, 0.4)}))
     return run
 
 

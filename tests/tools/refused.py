@@ -25,6 +25,13 @@ def run_verb(comm, *words: str) -> tuple[int, str]:
     return status, "".join(comm.allgather(printed.getvalue())) + error
 
 
+def done(comm, *words: str) -> str:
+    """Return what the ranks of `comm` print about a command line that succeeds."""
+    status, said = run_verb(comm, *words)
+    assert status == 0, said
+    return said
+
+
 def parsers_of(top: argparse.ArgumentParser,
                *words: str) -> Iterator[tuple[tuple[str, ...], argparse.ArgumentParser]]:
     """A parser, below it those of verbs and kinds, each with the words that begin its line."""

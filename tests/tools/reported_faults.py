@@ -7,24 +7,15 @@ import numpy as np
 
 from bench.experiments.dump.computation import Tensors, Way, compute_step
 from bench.experiments.dump.places import LOSS, NORM, Place
-from bench.experiments.dump.tensor_files import number_type
-from planted_faults import LAST, LAYER, TABLE, Fault, lost_microbatch
+from planted_faults import (LAST, LAYER, TABLE, Fault, in_attention, lost_microbatch,
+                            narrowed)
 from workshop import Workshop
 
 LLAMA = "model.layers.1"
 EXPERTS = f"{LLAMA}.block_sparse_moe"
 
 
-def in_attention(shop: Workshop, change: Callable[[Callable], Callable]) -> Tensors:
-    """Change how the last layer's attention computes its gradients."""
-    def look(gpt: Any) -> None:
-        layer = next(one for one in gpt.chunks[0].layers.layers[2].layers if hasattr(one, "pair"))
-        forward, back = layer.pair
-        layer.pair = forward, change(back)
-    return shop.finish(shop.step(look=look))
-
-
-def members_alone(back: Callable) -> Callable:
+def members_alone(forward: Callable, back: Callable) -> tuple[Callable, Callable]:
     """Lose the gradients of keys and values from all queries of a group but the first."""
     calls: list[int] = []
 
@@ -34,10 +25,10 @@ def members_alone(back: Callable) -> Callable:
             for a in given[-2:]:
                 a[...] = 0
         calls.append(1)
-    return backward
+    return forward, backward
 
 
-def positions_alone(back: Callable) -> Callable:
+def positions_alone(forward: Callable, back: Callable) -> tuple[Callable, Callable]:
     """Lose the gradients of the first half of keys and values from later queries."""
     def backward(do: np.ndarray, *given: Any) -> None:
         back(do, *given)
@@ -47,7 +38,7 @@ def positions_alone(back: Callable) -> Callable:
         back(own, *given[:-3], *terms)
         for a, term in zip((dk, dv), terms[1:]):
             a[:, :middle] = term[:, :middle]
-    return backward
+    return forward, backward
 
 
 def half_of_head(shop: Workshop) -> Tensors:
@@ -64,14 +55,6 @@ def half_of_head(shop: Workshop) -> Tensors:
             return dx
         head.backward = backward
     return shop.finish(shop.step(look=look))
-
-
-def norm_of_own_experts(shop: Workshop) -> Tensors:
-    """Leave the squares of the other rank's experts out of the norm."""
-    tensors = shop.finish(shop.step())
-    own = [a for name, a in shop.gradients(tensors).items()
-           if not {".experts.2.", ".experts.3."} & {name[name.find(".experts."):][:11]}]
-    return tensors | {Place(NORM): np.sqrt(sum((np.float64(a) ** 2).sum() for a in own))}
 
 
 def stage_forgets(shop: Workshop) -> Tensors:
@@ -103,8 +86,7 @@ def table_by_parts(shop: Workshop) -> Tensors:
 
 def narrow_weights(shop: Workshop) -> Tensors:
     """Keep the weights after the step in bfloat16, though they are said to be in float32."""
-    narrow = number_type("bfloat16")
-    return {place: a.astype(narrow).astype(np.float64) if place.kind == "weight after" else a
+    return {place: narrowed(a) if place.kind == "weight after" else a
             for place, a in shop.finish(shop.step()).items()}
 
 
@@ -159,12 +141,6 @@ def other_masks_again(shop: Workshop) -> Tensors:
     return shop.finish(shop.step(look=look))
 
 
-def more_loss(shop: Workshop) -> Tensors:
-    """Compute the loss of logits that two ranks have gathered, as if each had a part."""
-    tensors = shop.finish(shop.step())
-    return tensors | {Place(LOSS): tensors[Place(LOSS)] + np.log(2)}
-
-
 def _llama(name: str) -> Place:
     """Return the place of a gradient in the last layer of a Llama."""
     return Place("gradient", f"{LLAMA}.{name}.weight")
@@ -179,11 +155,11 @@ REPORTED = [
         "NVIDIA/Megatron-LM#1464"),
     Fault("gradient of the head's input not summed", half_of_head,
           Place("activation gradient", "transformer.ln_f"), "", "plain", "NovaSky-AI/SkyRL#1886"),
-    Fault("norm without the other rank's experts", norm_of_own_experts, Place(NORM), "",
-          "mixtral", "hpcaitech/ColossalAI#2192"),
-    Fault("experts' gradients doubled", lambda shop: shop.finish({
-        place: 2 * a if place.kind == "gradient" and ".experts." in place.name else a
-        for place, a in shop.step().items()}),
+    Fault("norm without the other rank's experts", lambda shop: shop.with_norm(
+        lambda name: ".experts.2." not in name and ".experts.3." not in name), Place(NORM), "",
+        "mixtral", "hpcaitech/ColossalAI#2192"),
+    Fault("experts' gradients doubled", lambda shop: shop.change_gradients(
+        ".experts.", lambda a: 2 * a),
         Place("gradient", f"{EXPERTS}.experts.3.w2.weight"), "2 times", "mixtral",
         "pytorch/pytorch#160285"),
     Fault("micro-batches lost on the second stage", stage_forgets, LAST, "0, 1 times", "plain",
@@ -204,16 +180,11 @@ REPORTED = [
     Fault("router's gradient of one shard of the sequence", lambda shop: shop.half(
         f"{EXPERTS}.gate.weight", 1), Place("gradient", f"{EXPERTS}.gate.weight"),
         "parts of the positions", "mixtral", "pytorch/torchtitan#2387"),
-    Fault("loss of gathered logits as of a part", more_loss, Place(LOSS), "logarithm", "plain",
-          "NVIDIA/Megatron-LM#7452"),
+    Fault("loss of gathered logits as of a part", lambda shop: shop.with_loss(
+        lambda loss: loss + np.log(2)), Place(LOSS), "logarithm", "plain",
+        "NVIDIA/Megatron-LM#7452"),
     Fault("norms and biases decay, too", lambda shop: shop.finish(shop.step(), decayed="all"),
           Place("weight after", "transformer.h.0.ln_1.weight"), "decays", "matrices",
           "verl-project/verl#5070"),
-    Fault("loss divided by ranks of the sequence", lambda shop: _with_half_the_loss(shop),
-          Place(LOSS), "1/2 times", "plain", "ByteDance-Seed/VeOmni#338")]
-
-
-def _with_half_the_loss(shop: Workshop) -> Tensors:
-    """Divide the loss by two ranks."""
-    tensors = shop.finish(shop.step())
-    return tensors | {Place(LOSS): tensors[Place(LOSS)] / 2}
+    Fault("loss divided by ranks of the sequence", lambda shop: shop.with_loss(
+        lambda loss: loss / 2), Place(LOSS), "1/2 times", "plain", "ByteDance-Seed/VeOmni#338")]

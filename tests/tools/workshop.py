@@ -8,7 +8,7 @@ import numpy as np
 from bench.experiments.dump.causes import gradient_terms
 from bench.experiments.dump.computation import (Start, Tensors, Way, compute_step, compute_update)
 from bench.experiments.dump.envelopes import measure_norm
-from bench.experiments.dump.places import NORM, Place
+from bench.experiments.dump.places import LOSS, NORM, Place
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,25 @@ class Workshop:
 
     def with_gradient(self, name: str, a: np.ndarray | float) -> Tensors:
         """Return a step with another gradient of a weight, and what follows from it."""
-        tensors = self.step()
-        place = Place("gradient", name)
-        tensors[place] = a * tensors[place] if isinstance(a, float) else a
-        return self.finish(tensors)
+        return self.change_gradients(
+            name, lambda right: a * right if isinstance(a, float) else a)
+
+    def change_gradients(self, part: str, change: Callable[[np.ndarray], Any]) -> Tensors:
+        """Return a step with other gradients of weights whose names have a part."""
+        return self.finish({place: change(a) if place.kind == "gradient" and part in place.name
+                            else a for place, a in self.step().items()})
+
+    def with_loss(self, change: Callable[[np.ndarray], Any]) -> Tensors:
+        """Return a right step that reports another loss."""
+        tensors = self.finish(self.step())
+        return tensors | {Place(LOSS): change(tensors[Place(LOSS)])}
+
+    def with_norm(self, count: Callable[[str], int]) -> Tensors:
+        """Return a right step whose norm counts the gradients of each weight so many times."""
+        tensors = self.finish(self.step())
+        return tensors | {Place(NORM): np.sqrt(sum(
+            count(name) * (np.float64(a) ** 2).sum()
+            for name, a in self.gradients(tensors).items()))}
 
     def with_gradients(self, factor: float) -> Tensors:
         """Return a step with all gradients times a factor."""

@@ -8,7 +8,6 @@ times are divided by the factor again, so that rows compare.
 
 import math
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Callable
 
 import numpy as np
@@ -18,8 +17,6 @@ from bench.cases.case import Case
 from bench.cluster.spec import Cluster
 from bench.errors import Failed
 from bench.instruments import host
-from bench.instruments.clock import Clock
-from bench.instruments.timing import time_phases
 from bench.instruments.waited_work import WorkClock
 from bench.records.assembly import make_group
 from bench.records.measurements import Group, Measurements
@@ -57,59 +54,19 @@ class Dilation:
     change: Change
 
 
-@dataclass(frozen=True)
-class Dilated:
-    """A row whose links and waits are slowed.
-
-    Attributes
-    ----------
-    factor : float
-        How many times slower; 1 for not slowed.
-    samples : ndarray
-        Seconds of steps without links and waits, (phases, repetitions).
-    predicted : dict
-        Seconds of a step that is not slowed, predicted before it was measured; on rank 0.
-    """
-
-    factor: float
-    samples: np.ndarray
-    predicted: Predicted
-
-    @property
-    def groups(self) -> dict[str, Group]:
-        """The groups ``software`` and ``predicted`` of a run."""
-        seconds = [self.predicted[phase] for phase in PHASES]
-        return {"software": make_group("model.software", {"s": {"samples": self.samples}}),
-                "predicted": make_group("model.predicted", {"s": {"seconds": seconds}})}
-
-
-def dilate(one: Case, model: Any, x: Any, dy: Any, order: str, dilation: Dilation) -> Dilated:
-    """Time a step without links and waits, and slow both by the `dilation_factor` for it.
-
-    Every rank calls this.
+def dilation_groups(samples: np.ndarray, predicted: Predicted) -> dict[str, Group]:
+    """Return the groups ``software`` and ``predicted`` of a run that is slowed.
 
     Parameters
     ----------
-    model : Transformer
-        Its model, on the backend of `bench.instruments.waited_work.waited_work`, which the factor
-        slows.
-    x, dy : Array
-        This rank's blocks of the input and of the output's gradient.
-    order : str
-        The directions of the grid from the one that varies slowest over the nodes to the fastest.
-
-    Raises
-    ------
-    Failed
-        On every rank, when the rate of links cannot be changed.
+    samples : ndarray
+        Seconds of steps without links and waits, (phases, repetitions).
+    predicted : dict
+        Seconds of a step that is not slowed, predicted before it was measured.
     """
-    comm, clock = model.grid.comm, Clock(model.grid.comm)
-    predicted = (dilation.predict(one, model.grid.shape, order, dilation.link)
-                 if comm.rank == 0 else {})
-    factor, samples = slow_down(
-        comm, model.grid.backend.trace, dilation, partial(time_phases, model, x, dy, clock),
-        sum(map(sum, predicted.values())))
-    return Dilated(factor, samples, predicted)
+    seconds = [predicted[phase] for phase in PHASES]
+    return {"software": make_group("model.software", {"s": {"samples": samples}}),
+            "predicted": make_group("model.predicted", {"s": {"seconds": seconds}})}
 
 
 def slow_down(comm: Any, waits: WorkClock, dilation: Dilation,

@@ -116,7 +116,7 @@ def measure_on_grid(one: Case, scheme, order: str, settings: Settings, peaks: Gr
     with (waiting_model(one, scheme, settings, order) if settings.waits
           else nullcontext(TimedModel(model, x, dy))) as timed:
         del model, x, dy
-        groups["waits"] = timed.waits
+        groups |= timed.groups
         step, times, spans, groups["parts"] = time_and_trace(timed, settings)
         if settings.dilation:    # bytes are counted, not timed
             run_free(comm, timed.model.grid.backend.trace, settings.dilation)
@@ -128,13 +128,11 @@ def measure_on_grid(one: Case, scheme, order: str, settings: Settings, peaks: Gr
     if times is None:
         return None, None
     waits = settings.waits(one).settings if settings.waits else {}
-    if timed.dilated:
-        groups |= timed.dilated.groups
     configuration = row_configuration(one, scheme, settings) | asdict(nodes) | waits
     record = row_record(one, scheme, configuration, times, np.stack(everyone, axis=2), checks,
                         groups)
-    if timed.dilated:
-        note_dilation(record, timed.dilated.factor, settings.dilation)
+    if timed.factor:
+        note_dilation(record, timed.factor, settings.dilation)
     return record, document
 
 

@@ -1,7 +1,8 @@
 """Time a row whose ranks wait for the modelled seconds of their work instead of computing."""
 
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Iterator
 
 import numpy as np
@@ -11,8 +12,10 @@ from bench.agreement import agree
 from bench.cases.case import Case
 from bench.cases.row_stack import row_stack
 from bench.errors import Failed
-from bench.experiments.rows.dilation import Dilated, dilate
+from bench.experiments.rows.dilation import dilation_groups, slow_down
 from bench.experiments.rows.settings import ModelledWork, Settings
+from bench.instruments.clock import Clock
+from bench.instruments.timing import time_phases
 from bench.instruments.waited_work import WorkClock, waited_work
 from bench.records.assembly import make_group
 from bench.records.measurements import Group
@@ -31,17 +34,17 @@ class TimedModel:
     ----------
     x, dy : Array
         This rank's blocks of the input and of the output's gradient.
-    waits : Group or None
-        The group ``waits`` of a run, on rank 0, where the model waits for its work.
-    dilated : Dilated or None
-        How links and waits are slowed, where they are.
+    groups : dict of str to Group
+        Groups of a run, on rank 0, where the model waits for its work.
+    factor : float or None
+        How many times slower links and waits are, where they are slowed.
     """
 
     model: mm3d.Transformer
     x: Any
     dy: Any
-    waits: Group | None = None
-    dilated: Dilated | None = None
+    groups: dict[str, Group] = field(default_factory=dict)
+    factor: float | None = None
 
 
 @contextmanager
@@ -64,22 +67,30 @@ def waiting_model(one: Case, scheme, settings: Settings,
         On every rank, when the words that the step moves, or the seconds that it waits, are not
         those of a dry run of the rank.
     """
-    work, comm = settings.waits(one), scheme.grid.comm
+    work, comm, dilation = settings.waits(one), scheme.grid.comm, settings.dilation
+    groups, factor = {}, None
     trace = trace_rank(one, scheme, settings, work)
     with waited_work([scheme.grid], work.seconds, work.block) as backend:
         model = mm3d.Transformer(
             scheme, row_stack(one.variant, one.sizes, settings.recompute, settings.seed))
         x, dy = model.random("input"), model.random("output gradient")
         with settings.watched(scheme.grid, model):
-            dilated = (dilate(one, model, x, dy, order, settings.dilation)
-                       if settings.dilation else None)
+            if dilation:
+                predicted = (dilation.predict(one, model.grid.shape, order, dilation.link)
+                             if comm.rank == 0 else {})
+                step = partial(time_phases, model, x, dy, Clock(comm))
+                factor, samples = slow_down(comm, backend.trace, dilation, step,
+                                            sum(map(sum, predicted.values())))
+                if predicted:
+                    groups = dilation_groups(samples, predicted)
             modelled = [backend.trace.pace * trace.work(work.seconds, phase)
                         for phase in PHASES]
             counted, passed, moved = count_step(model, x, dy, backend.trace)
         check_with_dry_run(comm, {
             phase: (found, trace.traffic[phase], *seconds)
             for phase, found, *seconds in zip(PHASES, moved, counted, modelled)})
-        yield TimedModel(model, x, dy, waits_group(comm, modelled, counted, passed), dilated)
+        yield TimedModel(model, x, dy, groups | waits_group(comm, modelled, counted, passed),
+                         factor)
 
 
 def trace_rank(one: Case, scheme, settings: Settings, work: ModelledWork) -> Trace:
@@ -129,11 +140,11 @@ def check_with_dry_run(comm: Any, parts: dict[str, tuple[dict, dict, float, floa
 
 
 def waits_group(comm, modelled: list[float], counted: list[float],
-                passed: list[tuple[float, float]]) -> Group | None:
-    """Return the group ``waits`` of a run, on rank 0; None on the other ranks."""
+                passed: list[tuple[float, float]]) -> dict[str, Group]:
+    """Return the group ``waits`` of a run by its name, on rank 0; none on the other ranks."""
     everyone = comm.gather((modelled, counted, *zip(*passed)))
     if everyone is None:
-        return None
+        return {}
     columns = np.array(everyone).transpose(1, 2, 0)    # kinds of seconds, phases, ranks
     names = ("modelled", "counted", "slept", "overlapped")
-    return make_group("model.waits", {"s": dict(zip(names, columns))})
+    return {"waits": make_group("model.waits", {"s": dict(zip(names, columns))})}

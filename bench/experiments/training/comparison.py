@@ -7,7 +7,8 @@ import numpy as np
 
 from bench.agreement import agree
 from bench.errors import UsageError
-from bench.experiments.training.meshes import MeshCase, list_mesh_cases, one_rank_of, reference_of
+from bench.experiments.training.meshes import (
+    count_ranks, list_mesh_cases, one_rank_of, reference_of)
 from bench.experiments.training.plan import Plan, make_optimizer
 from bench.experiments.training.rounding_bounds import LARGEST, rounding_bounds
 from bench.experiments.training.text import Text
@@ -17,7 +18,7 @@ from bench.records.kinds.training_meshes import ROUTED
 from bench.records.assembly import make_record
 from bench.records.measurements import Check, Measurements
 from mm3d.arrays import backend as backends
-from mm3d.config import Config
+from mm3d.config import Config, Division
 from mm3d.launcher import wait_patiently
 from mm3d.training.gpt import GPT
 
@@ -81,7 +82,7 @@ def largest_difference(found: dict[str, np.ndarray], expected: dict[str, np.ndar
 def compare_meshes(comm: Any, plan: Plan, text: Text,
                    report: Callable[[str], None] = lambda name: None,
                    watched: Callable[..., ContextManager] = unwatched,
-                   cases: list[MeshCase] | None = None) -> Measurements | None:
+                   cases: list[Division] | None = None) -> Measurements | None:
     """Train the steps of a plan on every mesh that has enough ranks here.
 
     Parameters
@@ -94,7 +95,7 @@ def compare_meshes(comm: Any, plan: Plan, text: Text,
         Called on rank 0 with the name of each mesh before it is trained.
     watched : callable
         See `mm3d.tracing.watchdog`.
-    cases : list of MeshCase, optional
+    cases : list of Division, optional
         Meshes that divide the model, one rank first; by default all, which are checked first.
 
     Returns
@@ -125,7 +126,7 @@ def compare_meshes(comm: Any, plan: Plan, text: Text,
     found = {}
     for case in cases:
         if comm.rank == 0:
-            report(case.name)
+            report(str(case))
         found[case] = train_case(comm, case, plan, text, watched)
     exact = None
     if plan.dtype != "float64":
@@ -137,46 +138,46 @@ def compare_meshes(comm: Any, plan: Plan, text: Text,
     return comparison_record(plan, text, cases, found, environs, exact)
 
 
-def check_cases(comm: Any, cases: list[MeshCase], plan: Plan) -> None:
+def check_cases(comm: Any, cases: list[Division], plan: Plan) -> None:
     """Raise UsageError, on all ranks, unless the model can be divided on every mesh."""
     problem = None
     for case in cases:
-        part = comm.Split(comm.rank >= case.ranks, comm.rank)
-        if comm.rank < case.ranks:
+        part = comm.Split(comm.rank >= count_ranks(case), comm.rank)
+        if comm.rank < count_ranks(case):
             try:
-                model = GPT(Config(plan, case.division), part)
+                model = GPT(Config(plan, case), part)
                 make_optimizer(plan, model)
                 model.free()
             except ValueError as error:
-                problem = problem or f"{case.name}: {error}"
+                problem = problem or f"{case}: {error}"
         part.Free()
     agree(problem, comm)
 
 
-def train_case(comm: Any, case: MeshCase, plan: Plan, text: Text,
+def train_case(comm: Any, case: Division, plan: Plan, text: Text,
                watched: Callable[..., ContextManager],
                begin: str | None = None) -> MeshTraining | None:
     """Train on one mesh as `train_steps`; return its result on rank 0, None on the others."""
-    part = comm.Split(comm.rank >= case.ranks, comm.rank)
+    part = comm.Split(comm.rank >= count_ranks(case), comm.rank)
     result = problem = None
-    if comm.rank < case.ranks:
+    if comm.rank < count_ranks(case):
         try:
             result = train_steps(part, case, plan, text, watched, begin)
         except ValueError as error:
-            problem = f"{case.name}: {error}"
+            problem = f"{case}: {error}"
     wait_patiently(comm)
     part.Free()
     agree(problem, comm)
     return result if comm.rank == 0 else None
 
 
-def train_steps(comm: Any, case: MeshCase, plan: Plan, text: Text,
+def train_steps(comm: Any, case: Division, plan: Plan, text: Text,
                 watched: Callable[..., ContextManager], begin: str | None) -> MeshTraining:
     """Train the steps of a plan on all ranks of `comm`.
 
     With `begin` the first parameters are rounded to this type.
     """
-    model = GPT(Config(plan, case.division), comm)
+    model = GPT(Config(plan, case), comm)
     optimizer = make_optimizer(plan, model)
     if begin is not None:
         model.load({name: a.astype(begin) for name, a in model.state().items()})
@@ -197,8 +198,8 @@ def train_steps(comm: Any, case: MeshCase, plan: Plan, text: Text,
     return result
 
 
-def comparison_record(plan: Plan, text: Text, cases: list[MeshCase],
-                      found: dict[MeshCase, MeshTraining], environs: dict,
+def comparison_record(plan: Plan, text: Text, cases: list[Division],
+                      found: dict[Division, MeshTraining], environs: dict,
                       exact: MeshTraining | None = None) -> Measurements:
     """Make the record: differences to one rank, and equality to the bit within each family.
 
@@ -208,7 +209,7 @@ def comparison_record(plan: Plan, text: Text, cases: list[MeshCase],
     differences = {case: found[case].differences(found[one_rank(case)]) for case in cases}
     compared = [case for case in cases if one_rank(case) is not case]
     rounding = found[cases[0]].differences(exact) if exact else None
-    checks = [Check(f"{name} of {case.name}", differences[case][name], bound)
+    checks = [Check(f"{name} of {case}", differences[case][name], bound)
               for case in compared for name, bound in rounding_bounds(plan, rounding).items()]
     checks += [Check(f"rounding: {name}", error, LARGEST)
                for name, error in (rounding or {}).items()]
@@ -216,22 +217,22 @@ def comparison_record(plan: Plan, text: Text, cases: list[MeshCase],
     for number, case in enumerate(cases):
         if reference(case) is not case:
             bitwise[number] = found[case].equals(found[reference(case)])
-            checks.append(Check(f"bits of {case.name} as of {reference(case).name}",
+            checks.append(Check(f"bits of {case} as of {reference(case)}",
                                 1 - bitwise[number], 0.0))
     numbers = {"loss": [found[case].losses for case in cases],
-               "ranks": [case.ranks for case in cases], "bitwise": bitwise,
+               "ranks": [count_ranks(case) for case in cases], "bitwise": bitwise,
                **{f"{name}_difference": [differences[case][name] for case in cases]
                   for name in COMPARED[1:]}}
     settings = {**plan.settings(), "text": text.name, "text_digest": text.digest,
-                "equal_to": "; ".join(reference(case).name for case in cases),
-                "one_rank": "; ".join(one_rank(case).name for case in cases)}
+                "equal_to": "; ".join(str(reference(case)) for case in cases),
+                "one_rank": "; ".join(str(one_rank(case)) for case in cases)}
     if plan.experts is not None:
         routed = {case: found[case].routing_differences(found[one_rank(case)]) for case in cases}
-        checks += [Check(f"experts {name} by {case.name}", float(routed[case][name]), 0.0)
+        checks += [Check(f"experts {name} by {case}", float(routed[case][name]), 0.0)
                    for case in compared for name in ROUTED]
         numbers |= {f"{name}_difference": [routed[case][name] for case in cases]
                     for name in ROUTED}
         numbers["dropped_share"] = [found[case].dropped.sum() / found[case].chosen.sum()
                                     for case in cases]
     return make_record(KIND, settings, environs, {"1": numbers}, checks,
-                       mesh=[case.name for case in cases])
+                       mesh=[str(case) for case in cases])

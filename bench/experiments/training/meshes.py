@@ -1,7 +1,7 @@
 """List the meshes whose trainings are compared, and which of them must be equal to the bit."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Callable
 
 from mm3d.config import Division
@@ -12,48 +12,34 @@ SERIAL = Division(scheme="serial")
 SCHEDULES = tuple(name for name in registry() if name != "auto")
 
 
-@dataclass(frozen=True)
-class MeshCase:
-    """A mesh to train on."""
-
-    division: Division
-
-    @property
-    def ranks(self) -> int:
-        """Return how many ranks it has."""
-        one = self.division
-        return one.data * one.stages * math.prod(one.grid or (1,))
-
-    @property
-    def name(self) -> str:
-        """Name the mesh by its differences from one rank."""
-        return str(self.division)
-
-    @property
-    def family(self) -> tuple[Any, ...]:
-        """Return the settings that fix the order of all sums; cases that share them agree in bits.
-
-        Stages, schedules, ZeRO and recomputation change no sum: a stage sees its micro-batches in
-        ascending order, whatever the schedule, and every stage of ZeRO sums over replicas in the
-        order of ranks.  But ZeRO 2 and 3 sum over replicas before they sum over micro-batches.
-        Replicas that divide experts sum the experts' gradients over other replicas.
-        """
-        one = self.division
-        return (one.scheme, one.grid, one.data, one.shards, one.microbatches, one.expert_parallel,
-                one.zero > 1 and one.data > 1 and one.microbatches > 1)
+def count_ranks(mesh: Division) -> int:
+    """Return how many ranks a mesh has."""
+    return mesh.data * mesh.stages * math.prod(mesh.grid or (1,))
 
 
-def list_mesh_cases(ranks: int, experts: ExpertOptions | None = None) -> list[MeshCase]:
+def family_of(mesh: Division) -> tuple[Any, ...]:
+    """Return the settings that fix the order of all sums; meshes that share them agree in bits.
+
+    Stages, schedules, ZeRO and recomputation change no sum: a stage sees its micro-batches in
+    ascending order, whatever the schedule, and every stage of ZeRO sums over replicas in the
+    order of ranks.  But ZeRO 2 and 3 sum over replicas before they sum over micro-batches.
+    Replicas that divide experts sum the experts' gradients over other replicas.
+    """
+    return (mesh.scheme, mesh.grid, mesh.data, mesh.shards, mesh.microbatches,
+            mesh.expert_parallel, mesh.zero > 1 and mesh.data > 1 and mesh.microbatches > 1)
+
+
+def list_mesh_cases(ranks: int, experts: ExpertOptions | None = None) -> list[Division]:
     """List the cases that need at most `ranks` ranks, serial first.
 
     With experts there are also meshes that divide them, and a rank alone with two micro-batches,
     since only the tokens of one micro-batch are routed together.
     """
     three = replace(SERIAL, scheme="3d")
-    found = [MeshCase(SERIAL)]
+    found = [SERIAL]
 
     def add(start: Division, **changes: Any) -> None:
-        found.append(MeshCase(replace(start, **changes)))
+        found.append(replace(start, **changes))
     for scheme, grid in (("1d", (4,)), ("1d-sp", (4,)), ("2d", (2, 2)), ("2d-pipelined", (2, 2)),
                          ("2.5d", (2, 2, 2)), ("2.5d", (1, 1, 2)), ("faces", (2, 2, 2)),
                          ("faces", (1, 2, 2)), ("3d", (2, 2, 2)), ("3d", (1, 2, 4)),
@@ -85,17 +71,16 @@ def list_mesh_cases(ranks: int, experts: ExpertOptions | None = None) -> list[Me
         add(SERIAL, data=2, stages=2, microbatches=8, zero=2)
     else:
         add(SERIAL, microbatches=2)
-        found += [case for case in cases_of_experts()
-                  if case.division.expert_parallel <= experts.count]
-    return [case for case in found if case.ranks <= ranks]
+        found += [case for case in cases_of_experts() if case.expert_parallel <= experts.count]
+    return [case for case in found if count_ranks(case) <= ranks]
 
 
-def cases_of_experts() -> list[MeshCase]:
+def cases_of_experts() -> list[Division]:
     """List the cases in which replicas divide experts, evenly and unevenly."""
     three, found = replace(SERIAL, scheme="3d"), []
 
     def add(start: Division, parts: int, **changes: Any) -> None:
-        found.append(MeshCase(replace(start, expert_parallel=parts, **changes)))
+        found.append(replace(start, expert_parallel=parts, **changes))
     for zero in range(4):
         add(SERIAL, 2, data=2, zero=zero)
     add(SERIAL, 2, data=2, recompute="full")
@@ -114,20 +99,18 @@ def cases_of_experts() -> list[MeshCase]:
     return found
 
 
-def reference_of(cases: list[MeshCase]) -> Callable[[MeshCase], MeshCase]:
+def reference_of(cases: list[Division]) -> Callable[[Division], Division]:
     """Return a function from a case to the first case of its family."""
-    first: dict[tuple[Any, ...], MeshCase] = {}
-    for case in cases:
-        first.setdefault(case.family, case)
-    return lambda case: first[case.family]
+    first = {family_of(case): case for case in reversed(cases)}
+    return lambda case: first[family_of(case)]
 
 
-def one_rank_of(cases: list[MeshCase],
-                experts: ExpertOptions | None) -> Callable[[MeshCase], MeshCase]:
+def one_rank_of(cases: list[Division],
+                experts: ExpertOptions | None) -> Callable[[Division], Division]:
     """Return a function from a case to the case on one rank that has the same losses.
 
     With experts it has as many micro-batches as the case, otherwise one.
     """
-    serial = {case.division.microbatches: case for case in reversed(cases)
-              if case.division.given().keys() <= {"scheme", "microbatches"} and case.ranks == 1}
-    return lambda case: serial[case.division.microbatches if experts else 1]
+    serial = {case.microbatches: case for case in cases
+              if case.given().keys() <= {"scheme", "microbatches"} and count_ranks(case) == 1}
+    return lambda case: serial[case.microbatches if experts else 1]

@@ -204,7 +204,7 @@ class PipelineModel(Replicas):
         """
         check_context(self.context, self.stack, self.context_way)
         found = divide_layers(self.schedule, self.schedule.ranks, self.sizes,
-                              self.schedule.microbatches)
+                              batch="a batch" if self.data == 1 else "a replica's batch")
         if self.experts:
             self._check_experts(found)
         return found

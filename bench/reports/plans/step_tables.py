@@ -10,6 +10,7 @@ from bench.prediction.machine_model import Machine
 from bench.prediction.published.published_steps import Outcome, choices
 from bench.prediction.seconds import TERMS
 from bench.prediction.pipelines.training_step import SHARES
+from bench.records.notes import counted
 
 COLUMNS = [
     Column("line", of=lambda one: one.row.line),
@@ -44,7 +45,8 @@ def step_parts(machine: Machine, outcomes: Sequence[Outcome], problems: Sequence
     if found:
         parts.append(_choice_table(found))
     if fitted_to:
-        groups = [(f"fitted, at most {fitted_to} GPUs: ", True), ("not fitted: ", False)]
+        groups = [(f"fitted, at most {counted(fitted_to, 'GPU')}: ", True),
+                  ("not fitted: ", False)]
         parts += [name + error_line(chosen) for name, fits in groups if (chosen := [
             one for one in outcomes if (one.row.gpus <= fitted_to) == fits])]
     parts.append(error_line(outcomes) if outcomes else "no row could be predicted")
@@ -54,7 +56,7 @@ def step_parts(machine: Machine, outcomes: Sequence[Outcome], problems: Sequence
 def _about(machine: Machine, fitted_to: int) -> list[str]:
     """Say how rows were predicted, and what was fitted."""
     figures = ", ".join(f"{term} {getattr(machine.achieved, term):.3g}" for term in TERMS)
-    source = (f"fitted to the rows of at most {fitted_to} GPUs" if fitted_to else
+    source = (f"fitted to the rows of at most {counted(fitted_to, 'GPU')}" if fitted_to else
               "of the machine file, fitted to none of these rows")
     return [f"Achieved fractions {source}: {figures}.",
             "Where the file does not say otherwise: 1-D tensor parallelism, 1F1B, float16, "

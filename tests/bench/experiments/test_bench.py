@@ -13,7 +13,6 @@ from mpi4py import MPI
 import bench
 import fakelibs
 import mm3d
-from bench import verbs
 from bench.__main__ import main, parser
 from bench.cases.case import make_case
 from bench.cases.selection import select_rows, shuffle_cases
@@ -164,9 +163,7 @@ def test_what_fails_on_all_ranks_gives_back_what_it_had(comm, shared_tmp_path, m
                         lambda *arguments: made.append(placed(*arguments)) or made[-1])
     monkeypatch.setattr(mm3d.Grid, "free", lambda grid: grids.append(grid.comm) or free(grid))
     monkeypatch.setattr(row.against_serial, "compare", lambda *given: [Check("it", 1.0, 0.0)])
-    arguments = parser(["run"]).parse_args(["run", *TINY, "--scheme", "1d-sp", "--out",
-                                            str(shared_tmp_path)])
-    assert verbs.load("run").run(arguments, comm) == 1
+    refused(comm, "run", *TINY, "--scheme", "1d-sp", "--out", str(shared_tmp_path))
     assert made == [MPI.COMM_NULL] * 2
     assert all(any(comm is one for comm in grids) for one in made)
     assert not list(shared_tmp_path.glob("*.h5"))
@@ -185,7 +182,7 @@ def test_a_folder_that_cannot_be_written(comm, shared_tmp_path):
     (("--preset", "huge"), "'huge' is unknown: choose one of paper"),
     (("--hidden", "100"), "--hidden 100: must be a multiple of the 32 heads"),
     (("--repetitions", "0"), "--repetitions: '0': a whole number of at least 1"),
-    (("--max-repetitions", "1"), "at most 1 repetitions: must be at least the 2"),
+    (("--max-repetitions", "1"), "at most 1 repetition: must be at least the 2"),
     (("--width", "0"), "--width: '0': a number greater than 0"),
     (("--backend", "abacus"), "abacus")])
 def test_wrong_arguments_get_one_message(comm, shared_tmp_path, options, message):

@@ -8,29 +8,25 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from bench.__main__ import parser
 from bench.errors import UsageError, WrongResult
 from bench.experiments import checkpoint
 from bench.experiments.checkpoint import SavedModel
 from bench.instruments.timing import Limits
-from bench.records import run_file
-from bench.validation.files import check_file
 from mm3d import ModelSizes
+from records import only_record
+from refused import done
 
 SMALL = ("--layers", "1", "--hidden", "8", "--heads", "2", "--repetitions", "2",
          "--max-repetitions", "2")
 
 
-def test_checkpoints_are_measured_beside_the_disk(tmp_path, capsys):
-    words = ["measure", "checkpoint", *SMALL, "--out", str(tmp_path)]
-    arguments = parser(words).parse_args(words)
-    assert arguments.verb_file.run(arguments, MPI.COMM_SELF) == 0
-    path, = tmp_path.glob("*.h5")
-    run = run_file.read_run(path)
+def test_checkpoints_are_measured_beside_the_disk(tmp_path):
+    said = done(MPI.COMM_SELF, "measure", "checkpoint", *SMALL, "--out", str(tmp_path))
+    run = only_record(tmp_path)
     assert run.kind == "checkpoint" and [check.passed for check in run.checks] == [True]
     assert run.variables["samples"].values.shape == (4, 2)
     assert run.variables["bytes"].values == 3 * 4 * (12 * 64 + 13 * 8)
-    assert "restore" in capsys.readouterr().out and check_file(path)[0] == []
+    assert "restore" in said
     assert not list(tmp_path.glob("checkpoint-files*"))
 
 

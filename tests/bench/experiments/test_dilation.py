@@ -2,19 +2,16 @@
 import numpy as np
 import pytest
 
-from bench import verbs
-from bench.__main__ import parser
 from bench.cases.selection import select_rows
 from bench.cluster.spec import Cluster
 from bench.command_line import row_options
 from bench.experiments.rows.dilation import STEPS, dilation_factor
-from bench.records import run_file
 from bench.records.folder import read_folder
 from bench.reports.emulation.at_rates import join_rates
 from bench.reports.emulation.row import of_run
-from bench.validation.files import check_file
 from bench.validation.rules import check_waits
-from refused import refused
+from records import only_record
+from refused import done, refused
 
 ROW = ("--preset", "emulated-tiny", "--repetitions", "2", "--max-repetitions", "2", "--traced",
        "0", "--work-scale", "100", "--batch", "8")
@@ -41,14 +38,10 @@ def cluster(monkeypatch):
 
 
 @pytest.mark.ranks(8)
-def test_a_row_is_slowed_and_told_so(comm, shared_tmp_path, cluster, capsys):
-    arguments = parser(["run"]).parse_args([
-        "run", *ROW, "--rows", "weak:3d", "--software-share", "0.1", "--out",
-        str(shared_tmp_path)])
-    assert verbs.load("run").run(arguments, comm) == 0
-    path, = shared_tmp_path.glob("*.h5")
-    run = run_file.read_run(path)
-    assert check_file(path)[0] == []
+def test_a_row_is_slowed_and_told_so(comm, shared_tmp_path, cluster):
+    done(comm, "run", *ROW, "--rows", "weak:3d", "--software-share", "0.1", "--out",
+         str(shared_tmp_path))
+    run = only_record(shared_tmp_path)
     predicted = run.groups["predicted"].variables["seconds"].values
     software = run.groups["software"].variables["samples"].values
     assert predicted.shape == (2, 2) and (predicted > 0).all() and software.shape == (2, STEPS)
@@ -66,16 +59,14 @@ def test_a_row_is_slowed_and_told_so(comm, shared_tmp_path, cluster, capsys):
 
 
 @pytest.mark.ranks(2)
-def test_a_row_at_several_rates(comm, shared_tmp_path, cluster, monkeypatch, capsys):
+def test_a_row_at_several_rates(comm, shared_tmp_path, cluster, monkeypatch):
     """Each record names its rate, waits are the same, and all are joined.
 
     A row that is not slowed tells its software too, and is not to be quoted, whatever its share.
     """
     monkeypatch.setenv("MM3D_CLUSTER", Cluster.parse("2x1:50Mbit").to_environment())
-    arguments = parser(["run"]).parse_args([
-        "run", *ROW, "--rows", "weak:1d-sp", "--software-share", "none", "--links",
-        "unlimited,20Mbit", "--out", str(shared_tmp_path)])
-    assert verbs.load("run").run(arguments, comm) == 0
+    said = done(comm, "run", *ROW, "--rows", "weak:1d-sp", "--software-share", "none", "--links",
+                "unlimited,20Mbit", "--out", str(shared_tmp_path))
     rows = read_folder(shared_tmp_path).rows
     assert {run.environment["emulated_cluster"] for run in rows} == {
         "2x1:20Mbit", "2x1:unlimited"}
@@ -90,7 +81,7 @@ def test_a_row_at_several_rates(comm, shared_tmp_path, cluster, monkeypatch, cap
     if comm.rank == 0:
         timed = [rate for rate in cluster if rate != 5e7]    # which is set after each row
         assert sorted(timed, key=str) == [2e7, *[None] * 7] and cluster[-1] == 5e7
-        assert "links of 20Mbit:" in capsys.readouterr().out
+        assert "links of 20Mbit:" in said
         assert [*shared_tmp_path.glob("where-each-is-fastest-weak-p002-*.png")]
 
 

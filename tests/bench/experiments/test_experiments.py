@@ -11,8 +11,7 @@ from bench.experiments.layer.layer import MeasuredLayer, measure_layer
 from bench.experiments.products.matmul import measure_product
 from bench.experiments.products.problem import Problem, product_grid
 from bench.instruments.timing import Limits
-from bench.records import run_file
-from bench.validation.files import check_file
+from records import written
 from support import ROOT
 
 FOLDER = ROOT / "bench" / "experiments"
@@ -61,7 +60,7 @@ def test_a_record_is_returned_and_nothing_is_printed(comm, shared_tmp_path, capf
         assert record.kind == kind and record.checks
         assert all(done.passed for done in record.checks)
         assert (np.asarray(record.variables["seconds"].values)[..., 0] > 0).any()
-        assert check_file(run_file.write_run(record, shared_tmp_path, kind))[0] == []
+        written(record, shared_tmp_path)
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -19,7 +19,7 @@ from bench.reports.figures import experts as figures, style
 from bench.validation.files import check_file
 from made_up_torch import make_up
 from mm3d.model.experts.layer import Experts
-from records import format_record, invented
+from records import format_record, invented, written
 
 LIMITS = Limits(2, 2, 1.0)
 CASE = ExpertsCase(Experts(5, capacity=1.1, gate="mixtral"), 12, 20, 4, 7, "float64")
@@ -41,11 +41,8 @@ def record():
 
 def test_a_record_says_how_tokens_were_routed(record, tmp_path):
     """It can be checked, printed and drawn."""
-    path = run_file.write_run(record, tmp_path, "experts")
-    errors, _ = check_file(path)
-    assert errors == []
-    found = {name: variable.values for name, variable in run_file.read_run(
-        path).variables.items()}
+    found = {name: variable.values
+             for name, variable in written(record, tmp_path).variables.items()}
     assert found["part_samples"].shape == (len(ROUTINGS), 2, len(PARTS), 1, 2)
     uniform, skewed, collapsed = found["entropy"]
     assert 1 > uniform > skewed > collapsed and np.isclose(collapsed, np.log(2) / np.log(5))
@@ -94,8 +91,7 @@ def test_pytorch_is_verified_and_measured_in_each_way_that_it_has(tmp_path):
     assert found["torch_flops"] == 3 * CASE.flops
     assert record.configuration["left_out"] == "PyTorch grouped: there is no such product"
     assert sum("PyTorch padded" in check.quantity for check in record.checks) == 3 * 7
-    assert check_file(run_file.write_run(record, tmp_path, "experts"))[0] == []
-    text = " ".join(format_record(record).split())
+    text = " ".join(format_record(written(record, tmp_path)).split())
     assert "Not measured: PyTorch grouped: there is no such product." in text
     assert "(PyTorch loop, uniform)" in text and "(PyTorch grouped" not in text
     with pytest.raises(WrongResult, match="uniform, PyTorch padded: output"):
@@ -152,7 +148,7 @@ def test_words_between_replicas_are_those_of_the_choices(comm, shared_tmp_path, 
         assert (words == record.variables["expected_words"].values).all()
         assert record.variables["gathered"].values[0] == (top == 4)
         assert all(check.passed for check in record.checks) and len(record.checks) == 3 * 10
-        assert check_file(run_file.write_run(record, shared_tmp_path, "experts"))[0] == []
+        written(record, shared_tmp_path)
 
 
 @pytest.mark.ranks(4, slow=(8,))
@@ -168,8 +164,7 @@ def test_experts_that_some_replicas_divide_are_copied_to_the_others(comm, shared
         counts = 2 * 5 * 3 * grid[0]    # of choices by expert, of each rank with other tokens
         assert (words == counts).all() == (parts == 1) and (words >= counts).all()
         assert record.configuration["expert_parallel"] == parts
-        assert "experts divided among each" in format_record(record)
-        assert check_file(run_file.write_run(record, shared_tmp_path, "experts"))[0] == []
+        assert "experts divided among each" in format_record(written(record, shared_tmp_path))
 
 
 @pytest.mark.parametrize("chosen", [

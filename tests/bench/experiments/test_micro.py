@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from bench.__main__ import parser
 from bench.checks import freivalds, operation
 from bench.checks.freivalds import require_passed
 from bench.errors import WrongResult
@@ -15,24 +14,17 @@ from bench.instruments import sampling
 from bench.instruments.timing import Limits
 from bench.records import run_file
 from bench.records.measurements import Measurements, Variable
-from bench.validation.files import check_file
 from mm3d import Grid, Layout
 from mm3d.grid.axis import COLLECTIVES
 from mm3d.grid.split import Split
 from mm3d.model import cost
 from mm3d.schemes.matrix_product import FORMS
 from mm3d.transport.node_words import in_place_collectives
-from records import format_record
-from refused import refused, run_verb
+from records import format_record, only_record
+from refused import done, refused, run_verb
 from support import run_ranks
 
 QUICK = ("--repetitions", "2", "--max-repetitions", "2")
-
-
-def only(folder) -> Measurements:
-    """The one run in a folder."""
-    path, = folder.glob("*.h5")
-    return run_file.read_run(path)
 
 
 MN, NK, MK = 19 * 14, 14 * 23, 19 * 23
@@ -44,11 +36,9 @@ MN, NK, MK = 19 * 14, 14 * 23, 19 * 23
     ("3d", "1x2x2", [MN + MK, MN + MK, MN + NK]),
     pytest.param("2d", "2x2", [MN + NK, NK + MK, MN + MK], marks=pytest.mark.slow)])
 def test_matmul_measures_verified_products(comm, shared_tmp_path, scheme, grid, words):
-    status, said = run_verb(comm, "measure", "matmul", "--shape", "19,14,23", "--form",
-                            "ab,abt,atb", "--scheme", scheme, "--grid", grid, "--backward",
-                            "--dtype", "float64", "--calls", "2", *QUICK, "--out",
-                            str(shared_tmp_path))
-    assert status == 0, said
+    said = done(comm, "measure", "matmul", "--shape", "19,14,23", "--form", "ab,abt,atb",
+                "--scheme", scheme, "--grid", grid, "--backward", "--dtype", "float64", "--calls",
+                "2", *QUICK, "--out", str(shared_tmp_path))
     runs = [run_file.read_run(path) for path in sorted(shared_tmp_path.glob("*.h5"))]
     assert [run.configuration["form"] for run in runs] == ["ab", "abt", "atb"]
     for run in runs:
@@ -186,29 +176,26 @@ def test_collectives_are_checked_exactly(comm, kind):
     grid.free()
 
 
-def test_gemm(tmp_path, capsys):
-    arguments = parser(["measure", "gemm"]).parse_args([
-        "measure", "gemm", "--sizes", "8,32", "--threads", "1", *QUICK, "--out", str(tmp_path)])
-    assert arguments.verb_file.run(arguments, MPI.COMM_SELF) == 0
-    run = only(tmp_path)
+def test_gemm(tmp_path):
+    said = done(MPI.COMM_SELF, "measure", "gemm", "--sizes", "8,32", "--threads", "1", *QUICK,
+                "--out", str(tmp_path))
+    run = only_record(tmp_path)
     assert run.kind == "gemm" and run.scales["size"] == [8, 32]
-    assert check_file(run_file.write_run(run, tmp_path, "again"))[0] == []
     assert run.scales["dtype"] == ["float32", "float64"]
     seconds, rate = (run.variables[name].values for name in ("seconds", "rate"))
     np.testing.assert_allclose(rate * seconds[..., 0], [[[1024, 65536]]] * 2)
     assert run.variables["samples"].values.shape == (2, 1, 2, 2)
     assert len(run.checks) == 8 and all(check.passed for check in run.checks)
     assert run.environment["clock_resolution_s"] < 1e-3
-    assert "Rate of C = A B" in capsys.readouterr().out
+    assert "Rate of C = A B" in said
 
 
 @pytest.mark.ranks(4)
 def test_collectives(comm, shared_tmp_path, monkeypatch):
     monkeypatch.setenv("MM3D_TRANSPORT", "shared")
-    status, said = run_verb(comm, "measure", "collectives", "--grid", "2x1x2", "--least", "64",
-                            "--most", "300", *QUICK, "--out", str(shared_tmp_path))
-    assert status == 0, said
-    run = only(shared_tmp_path)
+    said = done(comm, "measure", "collectives", "--grid", "2x1x2", "--least", "64", "--most",
+                "300", *QUICK, "--out", str(shared_tmp_path))
+    run = only_record(shared_tmp_path)
     assert run.scales["axis"] == ["x", "z"] and run.scales["size"] == [64, 256]
     assert run.scales["collective"] == list(COLLECTIVES)
     assert len(run.checks) == 24 and all(check.error == 0 for check in run.checks)

@@ -20,7 +20,7 @@ from bench.validation.files import check_file
 from mm3d import ModelSizes
 from mm3d.training.schedules import Times, build, clock
 from mm3d.training.worker import Worker
-from records import format_record
+from records import format_record, written
 from refused import refused
 
 SIZES = ModelSizes(layers=4, hidden=8, heads=2, batch=2, seq=2)
@@ -76,10 +76,7 @@ def test_a_measured_pipeline_is_a_valid_file_and_a_table(comm, shared_tmp_path, 
     assert found["words"].sum() == found["expected_words"] == 2 * 3 * 2 * 2 * 8
     assert found["times"].shape == (2, 2, 9, 2) and found["seconds"][0] > 0
     assert all(check.error == 0 == check.tolerance for check in record.checks)
-    path = run_file.write_run(record, shared_tmp_path, "pipeline")
-    errors, _ = check_file(path)
-    assert not errors
-    text = format_record(run_file.read_run(path))
+    text = format_record(written(record, shared_tmp_path))
     assert ("WAITS stand in for layers" in text) == bool(waits)
     assert ("each to the bit" in text) == (not waits) and "emulated" not in text
     for title, timeline in measured_timelines.timelines(record).items():

@@ -16,7 +16,7 @@ from mm3d.grid.shape import GridShape
 from mm3d.model import cost
 from mm3d.schemes.products_alone import cannon
 from mm3d.transport.communicators import DryCommunicator
-from records import format_record
+from records import format_record, written
 from refused import refused
 
 SHAPE = (9, 12, 10)
@@ -40,8 +40,7 @@ def test_every_product_on_eight_ranks(comm, tmp_path):
     assert same[0] == same[1]
     text = format_record(record)
     assert " =  " in text and " NO " not in text and "closed form" in text
-    path = run_file.write_run(record, tmp_path, "products")
-    assert check_file(path)[0] == []
+    written(record, tmp_path)
     drawn, left_out = every_figure.draw_figures(read_folder(tmp_path))
     assert len(drawn) == 2 and not left_out and all(one.stat().st_size > 1000 for one in drawn)
     found["words"][0, 0] += 1
@@ -89,8 +88,7 @@ def test_two_products_in_turns(comm, tmp_path):
     assert (found["stored"].sum(axis=1) == 9 * 12 + 10 * 12 + 9 * 10).all()
     text = format_record(record)
     assert "Seconds over those of 2d, ratios of 2 rounds" in text and "Balance of the" in text
-    path = run_file.write_run(record, tmp_path, "products")
-    assert check_file(path)[0] == []
+    written(record, tmp_path)
     found["operations"][0, 0] += 1
     assert any("operations" in one for one in check_file(
         run_file.write_run(record, tmp_path, "wrong"))[0])

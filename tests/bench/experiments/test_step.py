@@ -6,12 +6,10 @@ from bench.errors import UsageError, WrongResult
 from bench.experiments.training import beside
 from bench.experiments.training.timed_step import PARTS, TimedTraining
 from bench.instruments.timing import Limits
-from bench.records import run_file
 from bench.statistics import elapsed
-from bench.validation.files import check_file
 from mm3d.config import Config, Division, Model
 from mm3d.training.gpt import GPT
-from records import format_record
+from records import format_record, written
 from made_up_torch import make_up
 from refused import refused
 
@@ -75,9 +73,7 @@ def test_all_sides_are_measured_in_turns(comm, shared_tmp_path):
     beside_own = [check for check in record.checks if check.quantity.endswith((", tp", ", one"))]
     assert len(record.checks) > len(beside_own) == 2 * (3 + 1 + 1)
     assert all(check.passed for check in record.checks)
-    path = run_file.write_run(record, shared_tmp_path, "step")
-    assert not check_file(path)[0]
-    text = " ".join(format_record(run_file.read_run(path)).split())
+    text = " ".join(format_record(written(record, shared_tmp_path)).split())
     assert "parallelism): PyTorch made up" in text and "waiting" in text
     assert "At equal rates" in text and (found["product_samples"] > 0).all()
 

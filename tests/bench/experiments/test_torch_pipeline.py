@@ -14,11 +14,9 @@ from bench.experiments.pipeline import subject
 from bench.experiments.pipeline.measured import measure_pipeline
 from bench.experiments.pipeline.reference import TorchPipeline
 from bench.instruments.timing import Limits
-from bench.records import run_file
-from bench.validation.files import check_file
 from mm3d import ModelSizes
 from mm3d.training.schedules import Times, build, clock
-from records import format_record
+from records import format_record, written
 from made_up_torch import make_up
 from refused import refused
 
@@ -98,9 +96,7 @@ def test_both_are_measured_in_turns(comm, shared_tmp_path, waits):
     assert np.allclose(found["processor"][1], 0.001) and ("slept" in found) == bool(waits)
     assert record.configuration["reference_order"] == "the same actions in the same order"
     assert any(check.quantity.startswith("PyTorch's") for check in record.checks)
-    path = run_file.write_run(record, shared_tmp_path, "pipeline")
-    assert not check_file(path)[0]
-    text = format_record(run_file.read_run(path))
+    text = format_record(written(record, shared_tmp_path))
     words = " ".join(text.split())
     assert "PyTorch made up, gloo, " in words
     assert "; the same actions in the same order" in words

@@ -16,7 +16,7 @@ from bench.errors import StoreError, UsageError, WrongResult
 from bench.experiments.training import comparison, history, plain_gpt, record, trainer
 from bench.experiments.training.history import History
 from bench.experiments.training.record import expected_peak_bytes
-from bench.experiments.training.meshes import list_mesh_cases, reference_of
+from bench.experiments.training.meshes import count_ranks, list_mesh_cases, reference_of
 from bench.experiments.training.plan import Plan
 from bench.experiments.training.rounding_bounds import rounding_bounds
 from bench.experiments.training.text import read_text
@@ -26,13 +26,12 @@ from bench.records.kinds.training_meshes import allowed_differences
 from bench.records.measurements import Check
 from bench.reports.figures import training as figures
 from bench.reports.micro_tables import make_parts
-from bench.validation.files import check_file
 from bench.verbs import train
 from mm3d.config import Division
 from mm3d import schemes
 from mm3d.training import optimizers
 from mm3d.training.gpt import GPT
-from records import format_record
+from records import format_record, only_record, written
 
 PLAN = Plan(layers=1, hidden=8, heads=2, batch=4, seq=6, steps=7, lr=0.01, warmup=2, dropout=0.1)
 COMPARED = replace(PLAN, layers=4, batch=24, steps=2, dtype="float64", optimizer="sgd", clip=0.0,
@@ -164,8 +163,7 @@ def test_float16_that_ends_with_a_loss_of_nan_fails_with_all_of_it_saved(tmp_pat
     assert re.search(r"^failed: train-.*: the loss after 3 steps is not finite, .*: a lower --lr "
                      r"than 5000 would do, or a --clip above 0$", text, re.M)
     assert (tmp_path / "saved" / "step-00000003").is_dir()
-    (path,) = tmp_path.glob("*.h5")
-    assert check_file(path)[0] == []
+    only_record(tmp_path)
 
 
 @pytest.mark.ranks(1, slow=(2,))
@@ -177,16 +175,14 @@ def test_a_record_is_valid_and_shown(comm, shared_tmp_path):
     assert (found is None) == (comm.rank > 0)
     if comm.rank:
         return
-    path = run_file.write_run(found, shared_tmp_path, "train")
-    assert check_file(path)[0] == []
     assert figures.training_picture(shared_tmp_path / "train.png", found).stat().st_size > 10_000
-    text = format_record(run_file.read_run(path))
+    text = format_record(written(found, shared_tmp_path))
     assert "7 " in text and "Verified before the first step" in text
     assert f"{outcome.history.validation[7]:.4f}" in text
     line = history.progress_line(3, outcome.history, 7, 24)
     assert line.startswith("step 3 of 7, loss ") and "validation loss" in line
-    written = plain_gpt.write_sample(state, training.plan, 5)
-    assert len(written) == 5 and written == plain_gpt.write_sample(state, training.plan, 5)
+    sample = plain_gpt.write_sample(state, training.plan, 5)
+    assert len(sample) == 5 and sample == plain_gpt.write_sample(state, training.plan, 5)
 
 
 def test_speed_is_of_the_steps_of_this_run_alone(comm, tmp_path):
@@ -200,9 +196,7 @@ def test_speed_is_of_the_steps_of_this_run_alone(comm, tmp_path):
         found = record.training_record(training, COURSE,
                                        TrainingEnd(past, began, 7, "steps", checks))
         assert np.array_equal(found.variables["tokens_per_second"].values, speed, equal_nan=True)
-        path = run_file.write_run(found, tmp_path, f"began-{began}")
-        assert check_file(path)[0] == [] and said in " ".join(
-            format_record(run_file.read_run(path)).split())
+        assert said in " ".join(format_record(written(found, tmp_path, str(began))).split())
     training.free()
 
 
@@ -250,9 +244,7 @@ def test_a_training_goes_on_without_its_history(comm, tmp_path):
     assert (outcome.began, sorted(outcome.history.losses)) == (3, [3, 4, 5, 6])
     assert said[0].startswith("step 3 of 7, validation loss ") and "nan" not in "".join(said)
     found = record.training_record(training, course, outcome)
-    path = run_file.write_run(found, tmp_path, "train")
-    assert check_file(path)[0] == []
-    rows = make_parts([run_file.read_run(path)])[0].rows
+    rows = make_parts([written(found, tmp_path)])[0].rows
     losses = outcome.history.losses
     assert [row[0] for row in rows] == [3, 6, 7] and np.isnan(rows[0][1].value)
     assert rows[1][1].value == pytest.approx(np.mean([losses[n] for n in (3, 4, 5)]))
@@ -338,7 +330,7 @@ def test_every_mesh_has_the_same_losses_gradients_and_weights(comm, shared_tmp_p
     """
     cases = list_mesh_cases(comm.size)
     if comm.size > 2:
-        cases = [case for case in cases if case.ranks > 2 or case.division.given().keys() <= {
+        cases = [case for case in cases if count_ranks(case) > 2 or case.given().keys() <= {
             "scheme", "microbatches"}]
     found = check_meshes(comm, shared_tmp_path, "float64", cases)
     assert comm.rank or sum("bits of" in check.quantity for check in found.checks) > 8
@@ -352,10 +344,8 @@ def check_meshes(comm, shared_tmp_path, dtype, cases):
         return None
     assert all(check.passed for check in found.checks), [
         check for check in found.checks if not check.passed]
-    assert found.scales["mesh"] == [case.name for case in cases]
-    path = run_file.write_run(found, shared_tmp_path, "meshes")
-    assert check_file(path)[0] == []
-    text = format_record(run_file.read_run(path))
+    assert found.scales["mesh"] == [*map(str, cases)]
+    text = format_record(written(found, shared_tmp_path))
     bits = sum("bits of" in check.quantity for check in found.checks)
     assert "DIFFERENT" not in text and text.count("equal") >= bits
     assert "ZeRO 2 and 3 sum in another order" in " ".join(text.split())
@@ -410,13 +400,13 @@ def test_what_would_have_no_effect_is_refused(words, said):
 def test_families_are_what_must_be_equal_to_the_bit():
     cases = list_mesh_cases(8)
     reference = reference_of(cases)
-    assert len({case.name for case in cases}) == len(cases) > 40
-    assert {case.division.scheme for case in cases} == set(schemes.registry())
+    assert len({str(case) for case in cases}) == len(cases) > 40
+    assert {case.scheme for case in cases} == set(schemes.registry())
     for case in cases:
-        one, first = case.division, reference(case).division
-        assert (one.data, one.shards, one.microbatches, one.scheme, one.grid) == (
+        first = reference(case)
+        assert (case.data, case.shards, case.microbatches, case.scheme, case.grid) == (
             first.data, first.shards, first.microbatches, first.scheme, first.grid)
-    assert {case.division.zero for case in cases if reference(case) is not case} == {0, 1, 2, 3}
+    assert {case.zero for case in cases if reference(case) is not case} == {0, 1, 2, 3}
     for wrong in (PLAN, replace(COMPARED, dtype="float16")):
         with pytest.raises(UsageError, match="sgd in float64 or float32 would do"):
             comparison.compare_meshes(None, wrong, TEXT)

@@ -9,18 +9,16 @@ from bench.__main__ import parser
 from bench.errors import UsageError, WrongResult
 from bench.experiments.training import comparison, record, trainer
 from bench.experiments.training.history import History, progress_line
-from bench.experiments.training.meshes import list_mesh_cases
+from bench.experiments.training.meshes import count_ranks, list_mesh_cases
 from bench.experiments.training.plan import Plan
 from bench.experiments.training.text import read_text
 from bench.experiments.training.trainer import Course, Training
-from bench.records import run_file
 from bench.reports.figures.training import meshes_picture
-from bench.validation.files import check_file
 from bench.verbs import train
 from mm3d.config import Division
 from mm3d.model.experts import layer
 from mm3d.model.experts.layer import Experts
-from records import format_record
+from records import format_record, written
 
 PLAN = Plan(layers=2, hidden=8, heads=2, batch=4, seq=6, steps=2, dtype="float64", warmup=2)
 COMPARED = replace(PLAN, layers=4, batch=24, warmup=0, optimizer="sgd", weight_decay=0.0, clip=0.0)
@@ -51,14 +49,14 @@ def test_experts_are_verified_and_their_use_is_recorded(comm, gate, shared_tmp_p
         assert (0 < entropy).all() and (entropy <= 1).all() and (dropped > 0).all()
         assert "experts' entropy 0." in progress_line(2, outcome.history, 2, 1)
         assert "4 experts, top 2" in format_record(found)
-        assert check_file(run_file.write_run(found, shared_tmp_path, gate))[0] == []
+        written(found, shared_tmp_path)
 
 
 @pytest.mark.ranks(2)
 def test_meshes_with_experts_have_the_same_losses_and_drop_the_same(comm, shared_tmp_path):
     """A few of them; as many micro-batches are compared."""
     experts = Experts(3, capacity=1.0, gate="mixtral", balance=0.1)
-    chosen = [case for case in list_mesh_cases(2, experts) if case.name in (
+    chosen = [case for case in list_mesh_cases(2, experts) if str(case) in (
         "serial", "serial, 4 micro-batches", "3d 2x1x1", "data 2, ZeRO 3, serial",
         "2 stages 1f1b, serial, 4 micro-batches", "data 2, experts on 2, serial",
         "data 2, ZeRO 2, experts on 2, serial")]
@@ -81,9 +79,9 @@ def test_every_mesh_with_experts_has_the_same(comm, shared_tmp_path, experts, di
     gate that drops nothing, where replicas that divide experts exchange another number of rows in
     each step, these alone."""
     cases = [case for case in list_mesh_cases(8, experts)
-             if case.division.expert_parallel > 1 and (divided or case.ranks > 2)
-             or case.division.zero in (0, 3) and case.ranks > 2 and not divided
-             or case.division.given().keys() <= {"scheme", "microbatches"}]
+             if case.expert_parallel > 1 and (divided or count_ranks(case) > 2)
+             or case.zero in (0, 3) and count_ranks(case) > 2 and not divided
+             or case.given().keys() <= {"scheme", "microbatches"}]
     assert len(cases) > (20 if divided else 35)
     found = compare_meshes(comm, shared_tmp_path, experts, cases)
     if found is not None:
@@ -96,16 +94,13 @@ def compare_meshes(comm, shared_tmp_path, experts, cases):
         assert [check for check in found.checks if not check.passed] == []
         dropped = found.variables["dropped_share"].values
         assert (dropped > 0).all() == (experts.capacity is not None)
-        path = run_file.write_run(found, shared_tmp_path, "meshes")
-        assert check_file(path)[0] == []
-        text = format_record(run_file.read_run(path))
+        text = format_record(written(found, shared_tmp_path))
         assert "DIFFERENT" not in text and "pairs of other experts" in text
     return found
 
 
 def test_meshes_with_experts_have_equal_micro_batches():
-    assert {COMPARED.batch % case.division.microbatches
-            for case in list_mesh_cases(8, Experts(4))} == {0}
+    assert {COMPARED.batch % case.microbatches for case in list_mesh_cases(8, Experts(4))} == {0}
 
 
 def test_a_mesh_that_routes_otherwise_fails():
@@ -117,7 +112,7 @@ def test_a_mesh_that_routes_otherwise_fails():
                for moved in (0, np.eye(3, dtype=int)[0] - np.eye(3, dtype=int)[1])]
     record = comparison.comparison_record(plan, TEXT, cases, dict(zip(cases, trained)), {})
     wrong = [check.quantity for check in record.checks if not check.passed]
-    assert wrong == [f"experts chosen by {cases[1].name}"]
+    assert wrong == [f"experts chosen by {cases[1]}"]
 
 
 def test_a_comparison_that_proves_nothing_is_refused():

@@ -2,42 +2,36 @@
 import numpy as np
 import pytest
 
-from bench import verbs
-from bench.__main__ import main, parser
+from bench.__main__ import main
 from bench.prediction.machine_model import load_machine
 from bench.prediction.seconds import trace_terms
-from bench.records import run_file
 from bench.reports.paper_tables import words_agree
-from bench.validation.files import check_file
 from bench.validation.rules import check_waits
 from mm3d.tracing import dry_run
 from mm3d.tracing.events import PHASES
 from mm3d.tracing.trace import Trace
-from records import format_tables
-from refused import refused
+from records import format_tables, only_record
+from refused import done, refused
 
 WAIT = ("--work", "wait", "--machine", "longhorn", "--work-scale", "5")
 FEW = ("--preset", "tiny", "--repetitions", "2", "--max-repetitions", "2", "--warmup", "1")
 
 
 def measured(comm, folder, *words: str):
-    """The file of the one row that `run` measures on the ranks of `comm`."""
-    arguments = parser(["run"]).parse_args(["run", *FEW, *WAIT, *words, "--out", str(folder)])
-    assert verbs.load("run").run(arguments, comm) == 0
-    path, = folder.glob("*.h5")
-    return path
+    """The record of the one row that `run` measures on the ranks of `comm`."""
+    done(comm, "run", *FEW, *WAIT, *words, "--out", str(folder))
+    return only_record(folder)
 
 
 @pytest.mark.ranks(1, 2, slow=(8,))
-def test_a_row_waits_for_the_seconds_of_the_model(comm, shared_tmp_path, capsys):
-    path = measured(comm, shared_tmp_path, *(
+def test_a_row_waits_for_the_seconds_of_the_model(comm, shared_tmp_path):
+    run = measured(comm, shared_tmp_path, *(
         {1: ("--rows", "weak:serial", "--traced", "1"), 2: ("--rows", "weak:1d-sp"),
          8: ("--rows", "weak:3d")}[comm.size]))
-    run = run_file.read_run(path)
     chosen = run.configuration
     assert [chosen[name] for name in ("work", "waited_machine", "waited_scale")] == [
         "wait", "longhorn", 5]
-    assert words_agree(run) and check_file(path)[0] == []
+    assert words_agree(run)
     waits = {name: found.values for name, found in run.groups["waits"].variables.items()}
     trace = dry_run.trace_step(chosen["scheme"], comm.size, **{
         name: chosen[name] for name in ("layers", "hidden", "heads", "batch", "seq")})
@@ -63,15 +57,13 @@ def test_a_row_waits_for_the_seconds_of_the_model(comm, shared_tmp_path, capsys)
 
 
 @pytest.mark.ranks(2)
-def test_a_step_unlike_its_dry_run_writes_no_times(comm, shared_tmp_path, monkeypatch, capsys):
+def test_a_step_unlike_its_dry_run_writes_no_times(comm, shared_tmp_path, monkeypatch):
     found = Trace.work
     wrong = 1.001 if comm.rank == 1 else 1
     monkeypatch.setattr(Trace, "work", lambda *given: wrong * found(*given))
-    arguments = parser(["run"]).parse_args(["run", *FEW, *WAIT, "--rows", "weak:1d-sp", "--out",
-                                            str(shared_tmp_path)])
-    assert verbs.load("run").run(arguments, comm) == 1
+    said = refused(comm, "run", *FEW, *WAIT, "--rows", "weak:1d-sp", "--out", str(shared_tmp_path))
     assert not list(shared_tmp_path.glob("*.h5"))
-    assert "s for its work, which takes" in "".join(comm.allgather(capsys.readouterr().out))
+    assert "s for its work, which takes" in said
 
 
 @pytest.mark.parametrize("options, message", [

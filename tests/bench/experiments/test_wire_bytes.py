@@ -6,58 +6,18 @@ import numpy as np
 import pytest
 
 from bench.cases.selection import select_rows
-from bench.records import run_file
 from bench.records.kinds.collectives import least_words, wire_parts
 from bench.records.measurements import Group, Variable
 from bench.reports import merit, merit_rows
 from bench.reports.formats import render
 from bench.validation import rules
-from bench.validation.files import check_file
 from mm3d.grid.axis import COLLECTIVES
 from mm3d.grid.shape import GridShape
 from mm3d.tracing.events import PHASES
-from records import invented, made_up
+from records import invented, made_up, only_record, read_valid
 from support import run_in_cluster
 
 OVERHEAD = .05    # of headers, acknowledgements and barriers, over what has to be received
-SCHEME = """
-import sys
-import mm3d
-from bench.instruments.wire import WireRecorder
-from mm3d.tracing.events import Collective, Observer
-from mm3d.tracing.observe import observed
-from mm3d.transport.node_words import number_nodes
-from mpi4py import MPI
-
-class Crossing(Observer):
-    kinds, sizes, bytes = (Collective,), True, 0
-
-    def enter(self, event, barrier=None):
-        axis = scheme.grid[event.direction]
-        if axis.rank == 0:
-            self.bytes += ((nodes[event.direction] - 1) * event.bytes
-                           * (2 if event.kind == "all_reduce" else 1))
-
-    def leave(self):
-        pass
-
-comm = MPI.COMM_WORLD
-for name in sys.argv[1:]:
-    scheme = mm3d.scheme(name, comm)
-    nodes = {name: len(set(number_nodes(axis.comm))) for name, axis in scheme.grid.axes.items()}
-    model = mm3d.Transformer(scheme, layers=1, hidden=512, heads=8, batch=8, seq=128)
-    x, dy = model.random("x"), model.random("dy")
-    model.backward(dy, model.forward(x)[1])
-    crossing, wire = Crossing(), WireRecorder(comm)
-    with observed(scheme.grid, crossing):
-        wire.start()
-        model.backward(dy, model.forward(x)[1])
-        found = wire.stop()
-    least = comm.allreduce(crossing.bytes)
-    if comm.rank == 0:
-        print(name, int(found.received_bytes.sum()), int(least))
-    scheme.grid.free()
-"""
 
 
 def test_least_words():
@@ -108,9 +68,8 @@ def test_the_wire_carries_what_collectives_must_send(tmp_path):
                "--most",
                "4194304", "--repetitions", "1", "--max-repetitions", "1", "--out", str(tmp_path),
                MM3D_TRANSPORT="")
-    path, = tmp_path.glob("*.h5")
-    run = run_file.read_run(path)
-    assert not check_file(path)[0] and run.configuration["transport"] == "hierarchical"
+    run = only_record(tmp_path)
+    assert run.configuration["transport"] == "hierarchical"
     received = np.median(run.variables["wire_received"].values, axis=2)[0, :, 0]
     least = run.variables["wire_least"].values[0]
     over = received.max(axis=-1) / least.max(axis=-1) - 1
@@ -119,30 +78,18 @@ def test_the_wire_carries_what_collectives_must_send(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.limit(600)
-@pytest.mark.parametrize("spec, schemes", [("4x2", ["3d", "1d-sp"]), ("2x4", ["3d", "1d"]),
-                                           ("2x2", ["2d"])], ids=str)
-def test_the_wire_carries_what_a_layer_must_send(spec, schemes):
-    """Forward and backward of one layer: the words counted of lines that cross nodes."""
-    done = in_cluster(spec, "-c", SCHEME, *schemes, MM3D_TRANSPORT="hierarchical")
-    found = [line.split() for line in done.stdout.splitlines()]
-    assert [name for name, *_ in found] == schemes
-    for name, received, least in found:
-        assert 0 < int(received) / int(least) - 1 < OVERHEAD, (name, received, least)
-
-
-@pytest.mark.slow
-@pytest.mark.limit(600)
-def test_rows_have_their_bytes_on_the_wire(tmp_path):
+@pytest.mark.parametrize("spec, schemes", [("4x2", "3d,1d-sp"), ("2x4", "3d,1d,1d-sp"),
+                                           ("2x2", "2d-pipelined")], ids=str)
+def test_rows_have_their_bytes_on_the_wire(spec, schemes, tmp_path):
     """Each phase beside the closed form of the words that cross nodes, in a valid file."""
-    in_cluster("2x4", "-m", "bench", "run", "--rows", "weak:3d,weak:1d,weak:1d-sp", "--preset",
-               "tiny", "--hidden", "256", "--seq", "64", "--heads", "4", "--batch", "16",
-               "--traced", "0", "--max-repetitions", "2", "--out", str(tmp_path),
-               MM3D_TRANSPORT="hierarchical")
+    rows = ",".join(f"weak:{name}" for name in schemes.split(","))
+    in_cluster(spec, "-m", "bench", "run", "--rows", rows, "--preset", "tiny", "--hidden", "256",
+               "--seq", "64", "--heads", "4", "--batch", "16", "--traced", "0",
+               "--max-repetitions", "2", "--out", str(tmp_path), MM3D_TRANSPORT="hierarchical")
     paths = sorted(tmp_path.glob("*.h5"))
-    assert len(paths) == 3
+    assert len(paths) == len(rows.split(","))
     for path in paths:
-        run = run_file.read_run(path)
-        assert not check_file(path)[0]
+        run = read_valid(path)
         found = {name: one.values for name, one in run.groups["wire"].variables.items()}
         over = found["received"].sum(axis=1) / found["least"].sum(axis=1) - 1
         assert ((over > 0) & (over < OVERHEAD)).all(), (path.name, over)

@@ -122,7 +122,9 @@ def test_plans_of_the_stages(capsys):
     (["--stages", "2", "--grid", "2x1x1"], "grid of 2 x 1 x 1 has 2 ranks, but stage 0 has 4"),
     (["--stages", "2", "--rank", "8"], "--rank 8: 0 to 7 would do"),
     (["--stages", "2", "--schedule", "2f2b"], "schedule '2f2b' is unknown"),
-    (["--stages", "2", "--microbatches", "3"], "cannot be divided into 3 equal micro-batches")])
+    (["--stages", "2", "--microbatches", "3"], "cannot be divided into 3 equal micro-batches"),
+    (["--stages", "2", "--data", "2", "--grid", "2x1x1", "--microbatches", "3"],
+     "error: a replica's batch of 8 sequences cannot be divided into 3 equal")])
 def test_what_cannot_be_is_refused(words, said, capsys):
     assert status_of(main, [*DRY, "--ranks", "8", "--grid", "4x1x1", *words]) == 2
     assert said in capsys.readouterr().err

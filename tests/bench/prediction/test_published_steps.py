@@ -16,6 +16,7 @@ from bench.prediction.published.published_steps import (COLUMNS, choices, fit_ma
 from bench.prediction.pipelines.training_step import (SHARES, memory_by_kind, model_flops,
                                                       optimizer_seconds, parameters_of_rank,
                                                       predict_step, written_seconds)
+from bench.reports.plans.step_tables import step_parts
 from mm3d.model.stack import Stack
 from mm3d.schemes import find_scheme
 from mm3d.training.schedules import build
@@ -265,7 +266,9 @@ def test_the_choice_is_the_row_predicted_fastest(tmp_path):
     rows, _ = read_rows(written(tmp_path, *GOOD[:3]))
     (first, best), = choices(predict_rows(rows, A100)[0])
     assert best.row.seconds == .004
-    assert first.step.seconds == min(one.step.seconds for one in predict_rows(rows, A100)[0])
+    found, _ = predict_rows(rows, A100)
+    assert first.step.seconds == min(one.step.seconds for one in found)
+    assert "rows of at most 1 GPU:" in str(step_parts(A100, found, [], fitted_to=1))
 
 
 def test_the_verb_prints_errors_and_fails_without_rows(tmp_path, capsys):
