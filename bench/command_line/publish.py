@@ -8,7 +8,7 @@ from bench.agreement import make_on_rank_0
 from bench.errors import Failed, LeftOut, StoreError, UsageError, WrongResult
 from bench.records import journal, run_file
 from bench.records.measurements import Measurements
-from mm3d.console import say
+from mm3d.console import complain, say
 from mm3d.launcher import wait_patiently
 
 
@@ -40,7 +40,7 @@ def publish(record: Measurements | None, out: Path, name: str, comm,
         if show is not None:
             show(record)
             say()
-        say(line)
+        (complain if status else say)(line)
     return status
 
 
@@ -101,7 +101,7 @@ def publish_row(one: Any, measured: Callable[[], Any], write: Callable[[Any], tu
 def report_failure(name: str, reason: object, comm) -> int:
     """Print, on rank 0, that a measurement failed; return 1, the exit status."""
     if comm.rank == 0:
-        say(f"failed: {name}: {reason}")
+        complain(f"failed: {name}: {reason}")
     return 1
 
 

@@ -160,7 +160,7 @@ def test_float16_that_ends_with_a_loss_of_nan_fails_with_all_of_it_saved(tmp_pat
     options = ("train --layers 1 --hidden 8 --heads 2 --batch 4 --seq 6 --steps 3 --dtype float16 "
                "--lr 5000 --clip 0 --checkpoints").split()
     assert main([*options, str(tmp_path / "saved"), "--out", str(tmp_path)]) == 1
-    text = capsys.readouterr().out
+    text = capsys.readouterr().err
     assert re.search(r"^failed: train-.*: the loss after 3 steps is not finite, .*: a lower --lr "
                      r"than 5000 would do, or a --clip above 0$", text, re.M)
     assert (tmp_path / "saved" / "step-00000003").is_dir()
