@@ -7,9 +7,9 @@ from typing import Any
 from bench.command_line import options
 from bench.command_line.number_types import number
 from bench.errors import UsageError, as_usage_error
+from mm3d.model.experts.layer import Experts
 from mm3d.model.experts.options import (CONVENTIONS, GATES, ORDERS, ExpertDesign,
                                         check_experts_given)
-from mm3d.model.experts.layer import Experts
 
 GATE = "mixtral"    # by default
 # The options of add_choice and add_layers, with the fields of Experts that they set.

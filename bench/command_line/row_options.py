@@ -12,6 +12,8 @@ from bench.cases.variants import (PLAIN_DTYPE, VARIANT_DTYPES, WORK, Variant,
                                   schemes_with_option)
 from bench.cluster.rates import change_links
 from bench.cluster.spec import Cluster
+from bench.command_line import measuring, options
+from bench.command_line.number_types import SEEDS, number
 from bench.errors import UsageError
 from bench.experiments.rows.dilation import Dilation
 from bench.experiments.rows.settings import ModelledWork
@@ -21,8 +23,6 @@ from bench.prediction.machine_model import Machine, load_machine
 from bench.prediction.seconds import work_seconds
 from bench.prediction.similarity import (emulating_machine, predict_phases, shrink_machine,
                                          work_scale)
-from bench.command_line import measuring, options
-from bench.command_line.number_types import SEEDS, number
 from mm3d.arrays.backend import Backend
 from mm3d.grid.shape import GridShape
 

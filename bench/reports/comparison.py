@@ -10,12 +10,12 @@ from typing import Callable, Sequence
 import numpy as np
 
 from bench.cases.variants import recorded_variant
+from bench.document import Column, Notes, Part, Table, make_table, spread
 from bench.errors import UsageError
 from bench.records.folder import EFFORT, SAME, is_crowded
 from bench.reports.certainty import SIGNIFICANT
 from bench.reports.comparison_sides import (Cases, abbreviate, common_cases, name_cases,
                                             read_cases, shorten_names)
-from bench.document import Column, Notes, Part, Table, make_table, spread
 from bench.statistics import Difference, compare_runs
 
 MIN_RUNS = 3    # runs of each side that a verdict needs

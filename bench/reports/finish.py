@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Callable
 
 from bench.cases.paper import BASELINES, HEADINGS, PROPOSED, Row
+from bench.document import Notes, Part, Table
 from bench.errors import UsageError
 from bench.records import atomic
 from bench.records.folder import (FolderContents, Results, most_oversubscribed, read_folder,
@@ -12,7 +13,6 @@ from bench.records.folder import (FolderContents, Results, most_oversubscribed, 
 from bench.records.model_run import Run
 from bench.records.run_file import report_left_out
 from bench.reports import formats, micro_tables, paper_tables, speed_ups
-from bench.document import Notes, Part, Table
 from bench.reports.emulated import describe_clusters
 from bench.reports.emulation import tables as emulation_tables
 from bench.reports.emulation.row import Emulated

@@ -5,13 +5,13 @@ import re
 from collections import Counter
 from pathlib import Path
 
+from bench.document import Notes, Part, Table
 from bench.records import atomic
 from bench.records.folder import FolderContents, natural_key
 from bench.records.measurements import Measurements
 from bench.records.model_run import Run
 from bench.reports import merit
 from bench.reports.certainty import run_name
-from bench.document import Notes, Part, Table
 from bench.reports.figures.every_figure import make_drawings
 from bench.reports.figures.style import Drawing, LeftOut, draw_each, draw_image
 from bench.reports.paper_tables import make_file

@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Callable
 
 from bench.agreement import make_on_rank_0
+from bench.command_line import measuring, options
+from bench.command_line.number_types import refused
+from bench.command_line.publish import publish, report_failure
 from bench.errors import UsageError, WrongResult
 from bench.prediction import machine_file, machine_model
 from bench.prediction.calibration import fit, measure
@@ -14,9 +17,6 @@ from bench.prediction.calibration.record import read_calibration
 from bench.prediction.logs import fitting
 from bench.prediction.logs.reading import LogFile
 from bench.reports.log_tables import log_parts
-from bench.command_line import measuring, options
-from bench.command_line.number_types import refused
-from bench.command_line.publish import publish, report_failure
 from mm3d.console import say
 from mm3d.transport.node_words import in_place_collectives
 

@@ -2,10 +2,10 @@
 
 import argparse
 
+from bench.command_line.number_types import number
 from bench.errors import UsageError
 from bench.records.run_file import report_left_out
 from bench.reports.comparison import compare_sides
-from bench.command_line.number_types import number
 from mm3d.console import complain
 
 GROUP = "Look at results"

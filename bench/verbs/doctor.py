@@ -5,12 +5,12 @@ import shlex
 from pathlib import Path
 
 from bench import mpi
+from bench.command_line import options
+from bench.command_line.number_types import number
 from bench.doctor.checks import CHECKS, FAILED, Finding
 from bench.doctor.child_jobs import Facts
 from bench.document import Column, Notes, Part, Table
 from bench.errors import UsageError
-from bench.command_line import options
-from bench.command_line.number_types import number
 from mm3d import launcher
 from mm3d.console import say
 

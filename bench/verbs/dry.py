@@ -5,18 +5,18 @@ import sys
 from dataclasses import replace
 
 from bench.cases.variants import Variant, schemes_with_option
-from bench.errors import UsageError
-from bench.prediction import machine_model, memory_fit
-from bench.prediction.pipelines import pipeline_seconds
-from bench.prediction.closed_form_plan import Plan
-from bench.prediction.pipelines.pipeline_model import PASSES, PipelineModel
-from bench.prediction.planner import TraceOf
-from bench.prediction.pipelines.training_step import predict_step
-from bench.reports import dry_tables, predicted_pipelines
 from bench.command_line import (expert_options, grids, model_options, options,
                                 pipeline_options)
 from bench.command_line.number_types import MOST_RANKS
 from bench.command_line.scheme_options import add_scheme
+from bench.errors import UsageError
+from bench.prediction import machine_model, memory_fit
+from bench.prediction.closed_form_plan import Plan
+from bench.prediction.pipelines import pipeline_seconds
+from bench.prediction.pipelines.pipeline_model import PASSES, PipelineModel
+from bench.prediction.pipelines.training_step import predict_step
+from bench.prediction.planner import TraceOf
+from bench.reports import dry_tables, predicted_pipelines
 from mm3d import ModelSizes
 from mm3d.grid.shape import GridShape
 from mm3d.model import cost

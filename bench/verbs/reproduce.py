@@ -17,6 +17,9 @@ from bench.cases.paper import Row, load_tables
 from bench.cases.selection import equal_token_rows, select_rows, shuffle_cases
 from bench.cluster.run import run_verb_inside
 from bench.cluster.spec import Cluster
+from bench.command_line import combined_rows, options, row_options
+from bench.command_line.best_preset import choose_preset
+from bench.command_line.progress import RowProgress
 from bench.document import Column, Part, Table
 from bench.errors import UsageError, as_usage_error
 from bench.experiments.rows import resume
@@ -27,9 +30,6 @@ from bench.records import journal, notes
 from bench.records.journal import Journal, Reproduction
 from bench.reports.emulation import row as emulated_row, tables as emulation_tables
 from bench.reports.finish import write_tables_and_figures
-from bench.command_line import combined_rows, options, row_options
-from bench.command_line.best_preset import choose_preset
-from bench.command_line.progress import RowProgress
 from mm3d import launcher
 from mm3d.arrays import backend as backends
 from mm3d.console import complain, say

@@ -13,6 +13,8 @@ from bench.cases.row_stack import row_stack
 from bench.cases.selection import equal_token_rows, rows_by_name, select_rows, shuffle_cases
 from bench.cases.variants import Variant
 from bench.cluster.spec import rate_text
+from bench.command_line import grids, measuring, options, row_options
+from bench.command_line.publish import check_trace_file, publish_row
 from bench.document import Part
 from bench.errors import UsageError
 from bench.experiments.rows.dilation import set_links
@@ -32,8 +34,6 @@ from bench.records.notes import split_checks
 from bench.reports.emulation.at_rates import join_rates
 from bench.reports.figures.link_sweep import make_sweep_drawings
 from bench.reports.figures.style import report_drawn, save_drawings
-from bench.command_line import grids, measuring, options, row_options
-from bench.command_line.publish import check_trace_file, publish_row
 from mm3d.arrays import backend as backends
 from mm3d.console import say
 from mm3d.model.sizes import SIZES

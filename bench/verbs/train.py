@@ -12,6 +12,10 @@ from typing import Any
 from mpi4py import MPI
 
 from bench.agreement import make_on_rank_0
+from bench.command_line import (config_options, expert_options, measuring, model_options,
+                                options, pipeline_options)
+from bench.command_line.number_types import MOST_SECONDS, number
+from bench.command_line.publish import check_pictures, publish, report_failure
 from bench.errors import UsageError, WrongResult, as_usage_error
 from bench.experiments.torch.child import check_interpreter
 from bench.experiments.torch.equal_kernels import observe_products
@@ -20,16 +24,12 @@ from bench.experiments.training.history import History, progress_line
 from bench.experiments.training.plan import Plan
 from bench.experiments.training.text import Text, share_text
 from bench.experiments.training.trainer import Course, TrainingEnd, Training
-from bench.reports.figures import style
-from bench.command_line import (config_options, expert_options, measuring, model_options,
-                                options, pipeline_options)
-from bench.command_line.number_types import MOST_SECONDS, number
-from bench.command_line.publish import check_pictures, publish, report_failure
 from bench.instruments.placement import mesh_order, reorder_ranks
 from bench.records.journal import claim_folder
 from bench.records.measurements import Measurements
-from bench.validation.files import failed_checks
+from bench.reports.figures import style
 from bench.reports.micro_tables import showing
+from bench.validation.files import failed_checks
 from mm3d.config import Config, Division
 from mm3d.console import say
 from mm3d.launcher import wait_patiently

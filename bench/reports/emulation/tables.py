@@ -6,12 +6,12 @@ from typing import Iterable, Sequence
 import numpy as np
 
 from bench.cases.paper import BASELINES, HEADINGS, PROPOSED, Row, load_tables, title
+from bench.document import (Cell, Column, Notes, Number, Part, Table, make_table, number_cell,
+                            spread)
 from bench.errors import UsageError
 from bench.records.folder import Results
 from bench.reports import over_runs
 from bench.reports.emulated import waited_rows
-from bench.document import (Cell, Column, Notes, Number, Part, Table, make_table, number_cell,
-                            spread)
 from bench.reports.emulation.row import Emulated, of_run
 
 

@@ -10,9 +10,9 @@ from bench.reports import emulated, over_runs
 from bench.reports.emulation.row import Emulated
 from bench.reports.emulation.tables import MARK, emulated_rows, group_rows
 from bench.reports.figures.against_ranks import counted_words
-from bench.reports.figures.labels import Label, place_labels
 from bench.reports.figures.by_scheme import (Point, TICKS, draw_intervals, draw_line,
                                              make_rank_figure)
+from bench.reports.figures.labels import Label, place_labels
 from bench.reports.figures.style import LeftOut, label_handles, label_plainly
 
 # Read from the last row of a room: larger than the figures of a report.

@@ -10,9 +10,9 @@ from bench.records.folder import Results
 from bench.records.model_run import Run
 from bench.reports import merit, time_parts
 from bench.reports.figures.against_ranks import measured_runs, step_rate
-from bench.reports.figures.labels import Label, places_beside, place_labels
 from bench.reports.figures.by_scheme import (Point, draw_closed_form, draw_line, make_rank_figure,
                                              scheme_label, scheme_style, write_caption)
+from bench.reports.figures.labels import Label, places_beside, place_labels
 from bench.reports.figures.style import (LeftOut, add_legends, label_plainly, make_figure,
                                          start_at_zero)
 from bench.reports.merit_rows import most_bytes

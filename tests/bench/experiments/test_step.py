@@ -9,10 +9,10 @@ from bench.instruments.timing import Limits
 from bench.records import run_file
 from bench.statistics import elapsed
 from bench.validation.files import check_file
+from made_up_torch import make_up
 from mm3d.config import Config, Division, Model
 from mm3d.training.gpt import GPT
 from records import format_record
-from made_up_torch import make_up
 from refused import refused
 
 CASE = Model(layers=1, hidden=8, heads=2, vocab=12, batch=4, seq=6)

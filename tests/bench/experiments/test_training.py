@@ -15,9 +15,9 @@ from bench.__main__ import main, parser
 from bench.errors import StoreError, UsageError, WrongResult
 from bench.experiments.training import comparison, history, plain_gpt, record, trainer
 from bench.experiments.training.history import History
-from bench.experiments.training.record import expected_peak_bytes
 from bench.experiments.training.meshes import list_mesh_cases, reference_of
 from bench.experiments.training.plan import Plan
+from bench.experiments.training.record import expected_peak_bytes
 from bench.experiments.training.rounding_bounds import rounding_bounds
 from bench.experiments.training.text import read_text
 from bench.experiments.training.trainer import Course, TrainingEnd, Training
@@ -28,8 +28,8 @@ from bench.reports.figures import training as figures
 from bench.reports.micro_tables import make_parts
 from bench.validation.files import check_file
 from bench.verbs import train
-from mm3d.config import Division
 from mm3d import schemes
+from mm3d.config import Division
 from mm3d.training import optimizers
 from mm3d.training.gpt import GPT
 from records import format_record

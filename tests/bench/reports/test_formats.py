@@ -11,10 +11,10 @@ import pytest
 
 from bench.__main__ import main
 from bench.cases.paper import load_tables
+from bench.document import Column, Notes, Number, Table
 from bench.records import run_file
 from bench.records.measurements import Measurements, Variable
 from bench.reports import formats, micro_tables
-from bench.document import Column, Notes, Number, Table
 from bench.reports.formats import render
 from mm3d.tracing import dry_run
 from records import format_tables, invented, made_up, matmul_record
