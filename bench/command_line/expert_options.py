@@ -100,10 +100,7 @@ def read_capacity(text: str) -> float:
 def experts_of(arguments: argparse.Namespace) -> Experts | None:
     """Return the experts that the options of `add_layers` ask for; None for none.
 
-    Raises
-    ------
-    UsageError
-        When they are not possible, or would do nothing.
+    UsageError when they are not possible, or would do nothing.
     """
     if arguments.experts is not None:
         return experts_from(arguments, Experts.capacity)
@@ -117,10 +114,7 @@ def experts_from(arguments: argparse.Namespace, capacity: float | None,
                  **more: Any) -> Experts:
     """Return ``--experts`` experts, with the options that were given and defaults for the others.
 
-    Raises
-    ------
-    UsageError
-        When they are not possible, or an option would do nothing beside the others.
+    UsageError when they are not possible, or an option would do nothing beside the others.
     """
     given = {field: value for name, field in LAYERS.items()
              if (value := getattr(arguments, name, None)) is not None}

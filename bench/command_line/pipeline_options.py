@@ -54,10 +54,8 @@ def add_replicas(parser: argparse.ArgumentParser, what: str) -> None:
 def stage_ranks(arguments: argparse.Namespace) -> int:
     """Return the ranks of a stage, all of them without a pipeline.
 
-    Raises
-    ------
-    UsageError
-        When the stages do not divide the ranks, or an option of pipelines is given without them.
+    UsageError when the stages do not divide the ranks, or an option of pipelines is given without
+    them.
     """
     check_stages(arguments)
     if arguments.stages is None:
@@ -96,10 +94,7 @@ def build_schedule(arguments: argparse.Namespace) -> Schedule:
 def replicas(arguments: argparse.Namespace) -> dict[str, int | str | None]:
     """Return the fields of `bench.prediction.pipelines.pipeline_model.Replicas`.
 
-    Raises
-    ------
-    ValueError
-        When the shards do not divide the replicas.
+    ValueError when the shards do not divide the replicas.
     """
     data, context = arguments.data or 1, arguments.context or 1
     check_data(data * context, data, arguments.shards, context)

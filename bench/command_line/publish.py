@@ -108,10 +108,7 @@ def report_failure(name: str, reason: object, comm) -> int:
 def check_pictures(folder: str | None, comm) -> None:
     """Check that rank 0 can write into the folder of ``--pictures``, if it was given.
 
-    Raises
-    ------
-    StoreError
-        The same on every rank, when it cannot.
+    The same StoreError on every rank when it cannot.
     """
     if folder:
         make_on_rank_0(lambda: journal.check_folder(folder, "--pictures"), comm)
@@ -120,12 +117,8 @@ def check_pictures(folder: str | None, comm) -> None:
 def check_trace_file(file: str | None, comm, traced: int | None = None) -> str | None:
     """Return the file of ``--trace``, if any, into whose folder rank 0 can write.
 
-    Raises
-    ------
-    UsageError
-        When no step would be traced.
-    StoreError
-        The same on every rank, when its folder cannot be written.
+    UsageError when no step would be traced; the same StoreError on every rank when its folder
+    cannot be written.
     """
     if not file:
         return None

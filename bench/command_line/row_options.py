@@ -154,10 +154,7 @@ def modelled_work(arguments: argparse.Namespace,
     comm : mpi4py.MPI.Intracomm, optional
         All ranks, if there are several; rank 0 reads the machine.
 
-    Raises
-    ------
-    UsageError
-        On every rank, when the options contradict each other, or there is no such machine.
+    UsageError on every rank, when the options contradict each other, or there is no such machine.
     """
     found = waited_machine(arguments, comm)
     if found is None:
@@ -251,10 +248,7 @@ def variant(arguments: argparse.Namespace, backend: Backend | None = None) -> Va
 def node_memory(arguments: argparse.Namespace) -> float | None:
     """Return the bytes of ``--node-memory``, infinite for none; None if it is not given.
 
-    Raises
-    ------
-    UsageError
-        When it is not a size.
+    UsageError when it is not a size.
     """
     if arguments.node_memory is None:
         return None

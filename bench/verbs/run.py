@@ -71,12 +71,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, comm) -> int:
     """Measure every selected row of `comm.size` ranks; return the exit status.
 
-    Raises
-    ------
-    UsageError
-        When no row has that many ranks, or an argument is not valid.
-    StoreError
-        When the results folder cannot be written.
+    UsageError when no row has that many ranks, or an argument is not valid; StoreError when the
+    results folder cannot be written.
     """
     rows = rows_of_options(arguments, comm.size)
     settings, variant = read_settings(arguments, rows, comm)
@@ -125,10 +121,7 @@ def read_settings(arguments: argparse.Namespace, rows: list[Row],
                   comm) -> tuple[Settings, Variant]:
     """Return the settings and the variant that the options give to all rows.
 
-    Raises
-    ------
-    UsageError
-        The same on every rank, when an option is not valid, or not for these rows.
+    The same UsageError on every rank when an option is not valid, or not for these rows.
     """
     warmup, limits = row_options.step_counts(arguments)
     grid = grid_chooser(arguments, comm)
@@ -157,10 +150,7 @@ def read_settings(arguments: argparse.Namespace, rows: list[Row],
 def rows_of_options(arguments: argparse.Namespace, ranks: int) -> list[Row]:
     """List the rows that the options name; for a scheme that the paper lacks, of `ranks` ranks.
 
-    Raises
-    ------
-    UsageError
-        When a name is unknown, or rows are named in both ways.
+    UsageError when a name is unknown, or rows are named in both ways.
     """
     if arguments.rows is None:
         rows = select_rows(arguments.table, arguments.scheme, ranks)
@@ -190,10 +180,7 @@ def make_cases(rows: list[Row], ranks: int, arguments: argparse.Namespace,
                variant: Variant) -> list[Case]:
     """Make the cases of all `rows` that are for `ranks` ranks, in this variant.
 
-    Raises
-    ------
-    UsageError
-        When there are none.
+    UsageError when there are none.
     """
     sizes = {name: getattr(arguments, name) for name in SIZES}
     cases = [make_case(row, arguments.preset, variant, **sizes)
@@ -217,11 +204,8 @@ def grid_chooser(arguments: argparse.Namespace,
                  comm) -> Callable[[Case], tuple[int, ...]] | None:
     """Return the function that gives a case the grid of ``--grid``; None without.
 
-    Raises
-    ------
-    UsageError
-        On every rank, when nothing is planned for ``--machine``, there is no such machine, or it
-        has no rate for the dtype.
+    UsageError on every rank, when nothing is planned for ``--machine``, there is no such machine,
+    or it has no rate for the dtype.
     """
     name = arguments.machine or "cpu"
     if arguments.grid == "auto":

@@ -128,10 +128,7 @@ def run(arguments: argparse.Namespace, comm) -> int:
 def place_ranks(comm, division: Division, inside: str):
     """Return the ranks in the order in which a direction of their mesh lies inside nodes.
 
-    Raises
-    ------
-    UsageError
-        On every rank alike, when there is no such mesh, or no such direction in it.
+    UsageError on every rank alike, when there is no such mesh, or no such direction in it.
     """
     with as_usage_error():
         shards = check_data(comm.size, division.data, division.shards, division.context)
@@ -189,10 +186,7 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
 def check_ranks(arguments: argparse.Namespace, ranks: int) -> None:
     """Build the model of so many ranks dry, as the first of them.
 
-    Raises
-    ------
-    UsageError
-        When there is no such model, or the ranks cannot divide it so.
+    UsageError when there is no such model, or the ranks cannot divide it so.
     """
     config = Config(make_plan(arguments), config_options.read(Division, arguments))
     with as_usage_error():
