@@ -53,10 +53,7 @@ ByTransport = dict[tuple[str, str], list[Timed]]
 def read_cases(paths: Sequence[str | Path]) -> tuple[ByTransport, list[str]]:
     """Read the runs of each case by name and transport, and list unreadable files.
 
-    Raises
-    ------
-    StoreError
-        When a file or folder holds none.
+    StoreError when a file or folder holds none.
     """
     found: ByTransport = {}
     problems: list[str] = []
@@ -143,10 +140,7 @@ def shorten_names(cases: Cases) -> tuple[dict[str, str], str]:
 def common_cases(names: tuple[str, str], first: Cases, second: Cases) -> list[str]:
     """Return the cases that both sides have.
 
-    Raises
-    ------
-    UsageError
-        When there are none, or a case is not the same in all of its runs.
+    UsageError when there are none, or a case is not the same in all of its runs.
     """
     common = sorted(first.keys() & second.keys(), key=natural_key)
     if not common:

@@ -37,10 +37,7 @@ def emulated_parts(results: Results) -> list[Part]:
 def emulated_rows(results: Results) -> list[Emulated]:
     """Describe each of `waited_rows`, with the runs that repeat it.
 
-    Raises
-    ------
-    UsageError
-        When the machine of a row is none of the supplied ones.
+    UsageError when the machine of a row is none of the supplied ones.
     """
     return [of_run(row, run, over_runs.repeated_runs(results, row))
             for row, run in waited_rows(results)]

@@ -34,10 +34,7 @@ class SpeedUp:
 def draw_talk(results: Results):
     """Draw the seconds of other schemes as multiples of 3-D's; the title is what they show.
 
-    Raises
-    ------
-    LeftOut
-        As in `emulation.comparable_rows`, and without a speed-up.
+    LeftOut as in `emulation.comparable_rows`, and without a speed-up.
     """
     from matplotlib import rc_context
     rows = comparable_rows(results)
