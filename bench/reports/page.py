@@ -13,7 +13,7 @@ from bench.records.model_run import Run
 from bench.reports import merit
 from bench.reports.certainty import run_name
 from bench.reports.figures.every_figure import make_drawings
-from bench.reports.figures.style import Drawing, LeftOut, draw_each, draw_image
+from bench.reports.figures.style import LeftOut, draw_each, draw_image
 from bench.reports.paper_tables import make_file
 
 WARNING = re.compile(r"[A-Z][A-Z ]+(\([^)]*\))?:")    # begins such a note, perhaps with a reason
@@ -42,19 +42,15 @@ def write_page(found: FolderContents,
     runs += found.measurements
     # In the order of the tables; those of each run are folded.
     details = [(run_summary(run)[1], merit.run_parts(run)) for run in runs if isinstance(run, Run)]
-    drawn, left_out = draw_each(make_drawings(found), embed_figure)
+    drawn, left_out = draw_each(make_drawings(found), lambda one: [{
+        "name": one.name, "about": one.about,
+        "image": base64.b64encode(draw_image(one.make, "svg")).decode()}])
     path = Path(out) if out else found.folder / "report.html"
     atomic.replace(path, environment.get_template("report.html").render(
         name=found.folder.absolute().name, parts=parts, warnings=warning_notes(parts),
         details=details, figures=drawn, left_out=left_out,
         environment=summarize_environments(runs), runs=sorted(map(run_summary, runs))))
     return path, left_out
-
-
-def embed_figure(one: Drawing) -> list[dict[str, str]]:
-    """Draw a figure as SVG in base64, with its name and meaning."""
-    return [{"name": one.name, "about": one.about,
-             "image": base64.b64encode(draw_image(one.make, "svg")).decode()}]
 
 
 def warning_notes(parts: list[Part]) -> list[str]:

@@ -99,7 +99,9 @@ def run(arguments: argparse.Namespace, comm) -> int:
                 lambda found: write_row(found, one, out, file), out, comm)
             if settings.dilation:    # as they were, for whatever follows in this cluster
                 set_links(settings.dilation.link, comm, settings.dilation.change)
-            warn_of_slow_nodes(comm)
+            slow = slow_links.find_slow_nodes(comm)
+            if slow and comm.rank == 0:
+                say(*(node.describe() for node in slow))
             # Nobody has named a row of --equal-tokens: it may be left out for lack of memory.
             spared = arguments.rows is None and one.row.like and line.startswith("left out")
             statuses.append(0 if spared else status)
@@ -218,14 +220,6 @@ def grid_chooser(arguments: argparse.Namespace,
     return lambda one: broadcast_from_rank_0(lambda: grids.read_grid(
         arguments.grid, one.row.scheme, comm.size, name,
         row_stack(one.variant, one.sizes, arguments.recompute)), comm)
-
-
-def warn_of_slow_nodes(comm) -> None:
-    """Print on rank 0 a line for each node that sends and receives much slower than the others."""
-    slow = slow_links.find_slow_nodes(comm)
-    if comm.rank == 0:
-        for node in slow:
-            say(node.describe())
 
 
 def measure(one: Case, settings: Settings, peaks: Group | None, comm, traced: bool) -> tuple:
