@@ -172,10 +172,8 @@ def parse_measurements(file: h5py.Group, kind: str,
                        record: type[Measurements] = Measurements) -> Measurements:
     """Read a run of this kind from `file`, as a `record`.
 
-    Raises
-    ------
-    KeyError, ValueError, TypeError, AttributeError
-        When something is missing, or is not what its kind has.
+    KeyError, ValueError, TypeError or AttributeError when something is missing, or is not what its
+    kind has.
     """
     found = parse_group(file, schema.main_group(kind), kind)
     settings, environment = (
@@ -207,10 +205,7 @@ def fill_group(file: h5py.File, name: str, found: Group) -> None:
 def parse_group(file: h5py.Group, name: str, kind: str) -> Group:
     """Read a group that `fill_group` has written; `kind` is the name of its schema.
 
-    Raises
-    ------
-    KeyError, ValueError, TypeError, AttributeError
-        When it is not one.
+    KeyError, ValueError, TypeError or AttributeError when it is not one.
     """
     scales: dict[str, Sequence] = {}
     variables: dict[str, Variable] = {}
@@ -275,10 +270,7 @@ def read_labels(scale: h5py.Dataset) -> list:
 def read_attribute(item: h5py.HLObject, name: str, default: Any) -> Any:
     """Read an attribute of the type of `default`; `default` if it is missing.
 
-    Raises
-    ------
-    ValueError
-        When it is of another type, or a list.
+    ValueError when it is of another type, or a list.
     """
     value = item.attrs.get(name, default)
     value = value.item() if isinstance(value, np.generic) else value
@@ -324,10 +316,7 @@ def read_settings(file: h5py.File, group: str,
                   required: Sequence[str] = ()) -> dict[str, Setting]:
     """Read the attributes of a group as plain Python values.
 
-    Raises
-    ------
-    KeyError, ValueError
-        When a required one is missing, or one is not what its name says.
+    KeyError or ValueError when a required one is missing, or one is not what its name says.
     """
     # In earlier files "ended_by" of a row is an attribute of its samples.
     places = [*["samples"] * (group == "configuration" and "samples" in file), group]

@@ -41,10 +41,7 @@ def check_file(path: Path) -> tuple[list[str], list[str]]:
     list of str, list of str
         The file's violations of the rules, and its warnings.
 
-    Raises
-    ------
-    Unreadable
-        When it cannot be read, so that nobody knows whether it is valid.
+    Unreadable when it cannot be read, so that nobody knows whether it is valid.
     """
     errors: list[str] = []
     warnings: list[str] = []
