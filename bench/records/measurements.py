@@ -162,8 +162,11 @@ def fill_measurements(file: h5py.File, run: Measurements) -> None:
     file.attrs.update({"created": run.created, "kind": run.kind})
     for group in ("configuration", "environment"):
         file.create_group(group).attrs.update(getattr(run, group))
-    fill_checks(file, run.checks)
     own = {schema.main_group(run.kind): Group(run.scales, run.raw)}
+    if run.checks:
+        own["verification"] = Group({"quantity": [check.quantity for check in run.checks]}, {
+            name: Variable(np.array([getattr(check, name) for check in run.checks], np.float64),
+                           "1", ("quantity",)) for name in ("error", "tolerance")})
     for name, group in (own | run.groups).items():
         fill_group(file, name, group)
 
@@ -183,7 +186,7 @@ def parse_measurements(file: h5py.Group, kind: str,
                  parse_checks(file) if "verification" in file else [], parse_created(file),
                  {name: parse_group(file, name, f"{kind}.{name}")
                   for name in schema.further_groups(kind, file)})
-    if schema.is_verified(kind) and not run.checks:
+    if schema.of_kind(kind).get("verified") and not run.checks:
         raise ValueError("verification is empty")
     if "grid" in run.configuration:
         grid_shape(run.configuration)
@@ -225,17 +228,6 @@ def parse_group(file: h5py.Group, name: str, kind: str) -> Group:
     except ValueError as error:
         raise ValueError(f"{name}/{error}") from error
     return Group(scales, variables)
-
-
-def fill_checks(file: h5py.File, checks: list[Check]) -> None:
-    """Write the verification, if any."""
-    if not checks:
-        return
-    group = file.create_group("verification")
-    write_scale(group, "quantity", [check.quantity for check in checks])
-    for name in ("error", "tolerance"):
-        values = np.array([getattr(check, name) for check in checks], np.float64)
-        write_dataset(group, name, values, "1", ("quantity",))
 
 
 def parse_checks(file: h5py.File) -> list[Check]:

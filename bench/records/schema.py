@@ -106,11 +106,6 @@ def required(kind: str, group: str) -> list[str]:
     return of_kind(kind).get(group, "").split()
 
 
-def is_verified(kind: str) -> bool:
-    """Return whether every record of this kind holds its verification."""
-    return of_kind(kind).get("verified", False)
-
-
 def dimensions(kind: str) -> dict[str, str]:
     """Return the dimensions of the variables that files of a kind have, or may have, by name."""
     known = of_kind(kind)

@@ -78,16 +78,12 @@ def summary_parts(found: FolderContents) -> list[Part]:
             groups = emulation_tables.group_rows(emulation_tables.emulated_rows(results))
         except UsageError as error:
             parts.append(Notes("Not predicted:", [str(error)]))
-        parts += [*paper_parts(results), *ratio_parts(results, groups), Notes(
+        parts += [paper_tables.paper_table(paper_tables.heading(results, name), rows,
+                                           [results.get(row) for row in rows])
+                  for name in HEADINGS if (rows := shown_rows(results, name))]
+        parts += [*ratio_parts(results, groups), Notes(
             "What these figures show, and what not:", state_limits(results, groups))]
     return parts
-
-
-def paper_parts(results: Results) -> list[Part]:
-    """Make the paper's tables that have a measured row, published beside measured."""
-    return [paper_tables.paper_table(paper_tables.heading(results, name), rows,
-                                     [results.get(row) for row in rows])
-            for name in HEADINGS if (rows := shown_rows(results, name))]
 
 
 def shown_rows(results: Results, table: str) -> list[Row]:
