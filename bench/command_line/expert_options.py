@@ -6,7 +6,7 @@ from typing import Any
 
 from bench.command_line import options
 from bench.command_line.number_types import number
-from bench.errors import UsageError, as_usage_error
+from bench.errors import as_usage_error
 from mm3d.model.experts.layer import Experts
 from mm3d.model.experts.options import (CONVENTIONS, GATES, ORDERS, ExpertDesign,
                                         check_experts_given)
@@ -103,7 +103,7 @@ def experts_of(arguments: argparse.Namespace) -> Experts | None:
         return experts_from(arguments, Experts.capacity)
     for name in (*LAYERS, *DESIGN):
         if getattr(arguments, name) is not None:
-            raise _without_effect(arguments, name, "--experts 8")
+            raise options.without_effect(name, getattr(arguments, name), "--experts 8")
     return None
 
 
@@ -126,16 +126,11 @@ def experts_from(arguments: argparse.Namespace, capacity: float | None,
             ("min_capacity", found["capacity"] is None, "--capacity 1.25"),
             ("expert_order", found["capacity"] is None, "--capacity 1.25")):
         if LAYERS[name][0] in given and nothing:
-            raise _without_effect(arguments, name, remedy)
+            raise options.without_effect(name, getattr(arguments, name), remedy)
     experts = Experts(arguments.experts, **found, design=ExpertDesign(**design))
     if experts.design.top_groups > 1 and experts.design.groups == 1:
-        raise _without_effect(arguments, "expert_top_groups", "--expert-groups 8")
+        raise options.without_effect("expert_top_groups", experts.design.top_groups,
+                                     "--expert-groups 8")
     with as_usage_error():
         check_experts_given(experts, getattr(arguments, "layers", None))
     return experts
-
-
-def _without_effect(arguments: argparse.Namespace, name: str, remedy: str) -> UsageError:
-    """Return the error of an option that would do nothing."""
-    return UsageError(f"{options.written(name, getattr(arguments, name))} would do nothing here: "
-                      f"{remedy} would do, or leave it out")

@@ -81,8 +81,7 @@ def check_stages(arguments: argparse.Namespace) -> None:
             raise UsageError(f"--{name} {getattr(arguments, name)}: give --data too, the number "
                              f"of replicas")
     if arguments.context_way and not several:
-        raise UsageError(f"--context-way {arguments.context_way} would do nothing here: --context "
-                         f"2 or more would do, or leave it out")
+        raise options.without_effect("context_way", arguments.context_way, "--context 2 or more")
 
 
 def build_schedule(arguments: argparse.Namespace) -> Schedule:

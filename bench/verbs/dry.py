@@ -259,8 +259,7 @@ def _refuse_without_effect(arguments: argparse.Namespace, experts: ExpertOptions
             raise UsageError(f"--{name.replace('_', '-')}: give --{needed} too, such as "
                              f"--{needed} {such}")
     if experts is None and arguments.expert_parallel != 1:
-        raise UsageError(f"--expert-parallel {arguments.expert_parallel} would do nothing here: "
-                         f"--experts 8 would do, or leave it out")
+        raise options.without_effect("expert_parallel", arguments.expert_parallel, "--experts 8")
 
 
 def _trace(arguments: argparse.Namespace, grid: GridShape, stack: Stack,

@@ -178,8 +178,7 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
     for name in ("save_every", "keep"):
         value = getattr(arguments, OPTIONS.get(name, name))
         if arguments.checkpoints == "none" and value is not None:
-            raise UsageError(f"{option_of(name)} {value} would do nothing here: --checkpoints DIR "
-                             f"would do, or leave it out")
+            raise options.without_effect(OPTIONS.get(name, name), value, "--checkpoints DIR")
     return plan
 
 
@@ -207,8 +206,7 @@ def refuse_without_effect(plan: Plan, division: Division) -> None:
             (plan.optimizer != "sgd", "momentum", plan.momentum, "--optimizer sgd"),
             (plan.optimizer == "sgd", "lr-warmup", plan.warmup, "--optimizer adamw")):
         if value and nothing:
-            raise UsageError(f"--{option} {value} would do nothing here: {remedy} would do, or "
-                             f"leave it out")
+            raise options.without_effect(option, value, remedy)
 
 
 def refuse_unused(arguments: argparse.Namespace) -> None:
