@@ -71,10 +71,7 @@ def limits_of(arguments: argparse.Namespace, defaults: object = None) -> Limits:
     Without `defaults` they are those of `add_repetitions`. Of least and most, one that is given
     alone moves the other's default.
 
-    Raises
-    ------
-    UsageError
-        When at most fewer repetitions are asked for than at least.
+    UsageError when at most fewer repetitions are asked for than at least.
     """
     chosen = {name: given(arguments, name, defaults or arguments.limits) for name in LIMITS}
     if arguments.max_repetitions is None:
@@ -94,10 +91,7 @@ def given(arguments: argparse.Namespace, name: str, defaults: object) -> Any:
 def one_rank_backend(verb: str, backend: str | None, comm) -> Backend:
     """Return the array library of a verb that measures one rank.
 
-    Raises
-    ------
-    UsageError
-        When there are more ranks, or no such library.
+    UsageError when there are more ranks, or no such library.
     """
     if comm.size > 1:
         raise UsageError(f"{verb} measures one rank: start it without mpirun")
@@ -108,10 +102,8 @@ def one_rank_backend(verb: str, backend: str | None, comm) -> Backend:
 def check_memory(needed: int, backend: str | None, comm) -> None:
     """Check before any work that arrays of `needed` bytes, over all ranks, fit the nodes' memory.
 
-    Raises
-    ------
-    UsageError
-        On every rank, when those on a node exceed all of its memory, or there is no `backend`.
+    UsageError on every rank, when those on a node exceed all of its memory, or there is no
+    `backend`.
     """
     with as_usage_error():
         on_host = backends.get(backend).host_buffers

@@ -83,6 +83,12 @@ def written(name: str, value: Any) -> str:
     return f"--{name.replace('_', '-')}" + ("" if value is True else f" {as_given(value)}")
 
 
+def without_effect(name: str, value: Any, remedy: str) -> UsageError:
+    """Return the error of an option that would do nothing without the `remedy`."""
+    return UsageError(f"{written(name, value)} would do nothing here: {remedy} would do, or leave "
+                      f"it out")
+
+
 def refuse(arguments: argparse.Namespace, names: Iterable[str], remedy: str) -> None:
     """Raise UsageError if one of these options was given, as it was written."""
     for name in names:

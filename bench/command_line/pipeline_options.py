@@ -54,10 +54,8 @@ def add_replicas(parser: argparse.ArgumentParser, what: str) -> None:
 def stage_ranks(arguments: argparse.Namespace) -> int:
     """Return the ranks of a stage, all of them without a pipeline.
 
-    Raises
-    ------
-    UsageError
-        When the stages do not divide the ranks, or an option of pipelines is given without them.
+    UsageError when the stages do not divide the ranks, or an option of pipelines is given without
+    them.
     """
     check_stages(arguments)
     if arguments.stages is None:
@@ -83,8 +81,7 @@ def check_stages(arguments: argparse.Namespace) -> None:
             raise UsageError(f"--{name} {getattr(arguments, name)}: give --data too, the number "
                              f"of replicas")
     if arguments.context_way and not several:
-        raise UsageError(f"--context-way {arguments.context_way} would do nothing here: --context "
-                         f"2 or more would do, or leave it out")
+        raise options.without_effect("context_way", arguments.context_way, "--context 2 or more")
 
 
 def build_schedule(arguments: argparse.Namespace) -> Schedule:
@@ -96,10 +93,7 @@ def build_schedule(arguments: argparse.Namespace) -> Schedule:
 def replicas(arguments: argparse.Namespace) -> dict[str, int | str | None]:
     """Return the fields of `bench.prediction.pipelines.pipeline_model.Replicas`.
 
-    Raises
-    ------
-    ValueError
-        When the shards do not divide the replicas.
+    ValueError when the shards do not divide the replicas.
     """
     data, context = arguments.data or 1, arguments.context or 1
     check_data(data * context, data, arguments.shards, context)

@@ -2,8 +2,9 @@
 
 import time
 
-from mm3d.console import complain, say
 from tqdm import tqdm
+
+from mm3d.console import complain, say
 
 
 class RowProgress:

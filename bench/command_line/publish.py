@@ -8,7 +8,7 @@ from bench.agreement import make_on_rank_0
 from bench.errors import Failed, LeftOut, StoreError, UsageError, WrongResult
 from bench.records import journal, run_file
 from bench.records.measurements import Measurements
-from mm3d.console import say
+from mm3d.console import complain, say
 from mm3d.launcher import wait_patiently
 
 
@@ -40,7 +40,7 @@ def publish(record: Measurements | None, out: Path, name: str, comm,
         if show is not None:
             show(record)
             say()
-        say(line)
+        (complain if status else say)(line)
     return status
 
 
@@ -101,17 +101,14 @@ def publish_row(one: Any, measured: Callable[[], Any], write: Callable[[Any], tu
 def report_failure(name: str, reason: object, comm) -> int:
     """Print, on rank 0, that a measurement failed; return 1, the exit status."""
     if comm.rank == 0:
-        say(f"failed: {name}: {reason}")
+        complain(f"failed: {name}: {reason}")
     return 1
 
 
 def check_pictures(folder: str | None, comm) -> None:
     """Check that rank 0 can write into the folder of ``--pictures``, if it was given.
 
-    Raises
-    ------
-    StoreError
-        The same on every rank, when it cannot.
+    The same StoreError on every rank when it cannot.
     """
     if folder:
         make_on_rank_0(lambda: journal.check_folder(folder, "--pictures"), comm)
@@ -120,12 +117,8 @@ def check_pictures(folder: str | None, comm) -> None:
 def check_trace_file(file: str | None, comm, traced: int | None = None) -> str | None:
     """Return the file of ``--trace``, if any, into whose folder rank 0 can write.
 
-    Raises
-    ------
-    UsageError
-        When no step would be traced.
-    StoreError
-        The same on every rank, when its folder cannot be written.
+    UsageError when no step would be traced; the same StoreError on every rank when its folder
+    cannot be written.
     """
     if not file:
         return None

@@ -12,6 +12,8 @@ from bench.cases.variants import (PLAIN_DTYPE, VARIANT_DTYPES, WORK, Variant,
                                   schemes_with_option)
 from bench.cluster.rates import change_links
 from bench.cluster.spec import Cluster
+from bench.command_line import measuring, options
+from bench.command_line.number_types import SEEDS, number
 from bench.errors import UsageError
 from bench.experiments.rows.dilation import Dilation
 from bench.experiments.rows.settings import ModelledWork
@@ -21,8 +23,6 @@ from bench.prediction.machine_model import Machine, load_machine
 from bench.prediction.seconds import work_seconds
 from bench.prediction.similarity import (emulating_machine, predict_phases, shrink_machine,
                                          work_scale)
-from bench.command_line import measuring, options
-from bench.command_line.number_types import SEEDS, number
 from mm3d.arrays.backend import Backend
 from mm3d.grid.shape import GridShape
 
@@ -154,10 +154,7 @@ def modelled_work(arguments: argparse.Namespace,
     comm : mpi4py.MPI.Intracomm, optional
         All ranks, if there are several; rank 0 reads the machine.
 
-    Raises
-    ------
-    UsageError
-        On every rank, when the options contradict each other, or there is no such machine.
+    UsageError on every rank, when the options contradict each other, or there is no such machine.
     """
     found = waited_machine(arguments, comm)
     if found is None:
@@ -251,10 +248,7 @@ def variant(arguments: argparse.Namespace, backend: Backend | None = None) -> Va
 def node_memory(arguments: argparse.Namespace) -> float | None:
     """Return the bytes of ``--node-memory``, infinite for none; None if it is not given.
 
-    Raises
-    ------
-    UsageError
-        When it is not a size.
+    UsageError when it is not a size.
     """
     if arguments.node_memory is None:
         return None

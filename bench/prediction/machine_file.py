@@ -9,7 +9,7 @@ from bench.agreement import make_on_rank_0
 from bench.errors import UsageError
 from bench.prediction.machine_model import Machine
 from bench.records import atomic, journal
-from mm3d.console import say
+from mm3d.console import complain, say
 
 HEADER = """\
 # A machine's model for `python -m bench`: `sources` says where each figure is from,
@@ -49,8 +49,11 @@ def write_machine(path: Path, tree: dict[str, Any], missing: Sequence[str] = ())
         atomic.replace(path, format_tree(tree, missing))
     except OSError as error:
         problem = error.strerror or str(error)
-    say(f"failed: machine file {path} could not be written ({problem}); what was there is "
-        f"untouched" if problem else f"machine file: {path}")
+    if problem:
+        complain(f"failed: machine file {path} could not be written ({problem}); what was there "
+                 f"is untouched")
+    else:
+        say(f"machine file: {path}")
     return problem
 
 

@@ -216,21 +216,18 @@ def results_by_preset(runs: list[Run]) -> list[Results]:
         group = groups.setdefault((*kind, "" if name == "none" else name), {})
         group.setdefault(cluster_of(run), []).append(run)
     order = list(load_tables().presets)
-    found = [latest_rows(*key, cluster * (len(group) > 1), mine)
-             for key, group in groups.items() for cluster, mine in group.items()]
+    found = []
+    for key, group in groups.items():
+        for cluster, mine in group.items():
+            history: dict[tuple[Key, str], list[Run]] = {}
+            kept = [run for run in mine if not run.configuration["overridden"]]
+            for run in kept:
+                history.setdefault(row_of(run), []).append(run)
+            found.append(Results(*key, cluster * (len(group) > 1), history,
+                                 len(mine) - len(kept)))
     return sorted(found, key=lambda r: (
         order.index(r.preset) if r.preset in order else len(order), r.preset, r.variant.words,
         r.recompute, natural_key(r.cluster)))
-
-
-def latest_rows(preset: str, variant: Variant, recompute: str, cluster: str,
-                runs: list[Run]) -> Results:
-    """Group runs by their rows; `runs` are in the order of their making."""
-    kept = [run for run in runs if not run.configuration["overridden"]]
-    history: dict[tuple[Key, str], list[Run]] = {}
-    for run in kept:
-        history.setdefault(row_of(run), []).append(run)
-    return Results(preset, variant, recompute, cluster, history, len(runs) - len(kept))
 
 
 def presets_with_several_policies(runs: list[Run]) -> set[tuple[str, Variant]]:

@@ -55,10 +55,7 @@ class Journal:
     def claim(self) -> None:
         """Lock the folder for measuring, until this process ends or `close` is called.
 
-        Raises
-        ------
-        StoreError
-            When another process has locked it.
+        StoreError when another process has locked it.
         """
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -118,10 +115,7 @@ class Journal:
 def append_entry(descriptor: int, entry: dict[str, Any]) -> None:
     """Append a line of JSON to a file, open for reading and appending, by one write, and sync it.
 
-    Raises
-    ------
-    OSError
-        When the entry was not written completely.
+    OSError when the entry was not written completely.
     """
     line = json.dumps(entry) + "\n"
     end = os.fstat(descriptor).st_size
@@ -152,10 +146,7 @@ def claim_folder(out: str | os.PathLike, comm) -> Path:
 
     Every rank calls this; the lock lasts until rank 0 ends.
 
-    Raises
-    ------
-    StoreError
-        The same on every rank, when the folder cannot be written or is in use.
+    The same StoreError on every rank when the folder cannot be written or is in use.
     """
     folder = Path(out)
     make_on_rank_0(lambda: _open_and_claim(folder), comm)
@@ -237,10 +228,7 @@ def check_folder(folder: str | os.PathLike, option: str = "--out", keep: bool = 
     A folder that it made and that is empty when the program ends is removed, unless `keep`: a
     refused command leaves nothing behind.
 
-    Raises
-    ------
-    StoreError
-        When files cannot be written in it.
+    StoreError when files cannot be written in it.
     """
     folder = Path(folder)
     try:
@@ -258,10 +246,7 @@ def check_folder(folder: str | os.PathLike, option: str = "--out", keep: bool = 
 def check_file(file: str | os.PathLike, option: str) -> None:
     """Make sure that the file of an `option` can be written, before the work that fills it.
 
-    Raises
-    ------
-    StoreError
-        When it is a folder, or it or its folder cannot be written.
+    StoreError when it is a folder, or it or its folder cannot be written.
     """
     path = Path(file)
     try:

@@ -162,8 +162,11 @@ def fill_measurements(file: h5py.File, run: Measurements) -> None:
     file.attrs.update({"created": run.created, "kind": run.kind})
     for group in ("configuration", "environment"):
         file.create_group(group).attrs.update(getattr(run, group))
-    fill_checks(file, run.checks)
     own = {schema.main_group(run.kind): Group(run.scales, run.raw)}
+    if run.checks:
+        own["verification"] = Group({"quantity": [check.quantity for check in run.checks]}, {
+            name: Variable(np.array([getattr(check, name) for check in run.checks], np.float64),
+                           "1", ("quantity",)) for name in ("error", "tolerance")})
     for name, group in (own | run.groups).items():
         fill_group(file, name, group)
 
@@ -172,10 +175,8 @@ def parse_measurements(file: h5py.Group, kind: str,
                        record: type[Measurements] = Measurements) -> Measurements:
     """Read a run of this kind from `file`, as a `record`.
 
-    Raises
-    ------
-    KeyError, ValueError, TypeError, AttributeError
-        When something is missing, or is not what its kind has.
+    KeyError, ValueError, TypeError or AttributeError when something is missing, or is not what its
+    kind has.
     """
     found = parse_group(file, schema.main_group(kind), kind)
     settings, environment = (
@@ -185,7 +186,7 @@ def parse_measurements(file: h5py.Group, kind: str,
                  parse_checks(file) if "verification" in file else [], parse_created(file),
                  {name: parse_group(file, name, f"{kind}.{name}")
                   for name in schema.further_groups(kind, file)})
-    if schema.is_verified(kind) and not run.checks:
+    if schema.of_kind(kind).get("verified") and not run.checks:
         raise ValueError("verification is empty")
     if "grid" in run.configuration:
         grid_shape(run.configuration)
@@ -207,10 +208,7 @@ def fill_group(file: h5py.File, name: str, found: Group) -> None:
 def parse_group(file: h5py.Group, name: str, kind: str) -> Group:
     """Read a group that `fill_group` has written; `kind` is the name of its schema.
 
-    Raises
-    ------
-    KeyError, ValueError, TypeError, AttributeError
-        When it is not one.
+    KeyError, ValueError, TypeError or AttributeError when it is not one.
     """
     scales: dict[str, Sequence] = {}
     variables: dict[str, Variable] = {}
@@ -230,17 +228,6 @@ def parse_group(file: h5py.Group, name: str, kind: str) -> Group:
     except ValueError as error:
         raise ValueError(f"{name}/{error}") from error
     return Group(scales, variables)
-
-
-def fill_checks(file: h5py.File, checks: list[Check]) -> None:
-    """Write the verification, if any."""
-    if not checks:
-        return
-    group = file.create_group("verification")
-    write_scale(group, "quantity", [check.quantity for check in checks])
-    for name in ("error", "tolerance"):
-        values = np.array([getattr(check, name) for check in checks], np.float64)
-        write_dataset(group, name, values, "1", ("quantity",))
 
 
 def parse_checks(file: h5py.File) -> list[Check]:
@@ -275,10 +262,7 @@ def read_labels(scale: h5py.Dataset) -> list:
 def read_attribute(item: h5py.HLObject, name: str, default: Any) -> Any:
     """Read an attribute of the type of `default`; `default` if it is missing.
 
-    Raises
-    ------
-    ValueError
-        When it is of another type, or a list.
+    ValueError when it is of another type, or a list.
     """
     value = item.attrs.get(name, default)
     value = value.item() if isinstance(value, np.generic) else value
@@ -324,10 +308,7 @@ def read_settings(file: h5py.File, group: str,
                   required: Sequence[str] = ()) -> dict[str, Setting]:
     """Read the attributes of a group as plain Python values.
 
-    Raises
-    ------
-    KeyError, ValueError
-        When a required one is missing, or one is not what its name says.
+    KeyError or ValueError when a required one is missing, or one is not what its name says.
     """
     # In earlier files "ended_by" of a row is an attribute of its samples.
     places = [*["samples"] * (group == "configuration" and "samples" in file), group]

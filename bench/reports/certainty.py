@@ -6,11 +6,11 @@ import numpy as np
 
 from bench.cases.paper import Row, title
 from bench.cases.variants import recorded_variant
+from bench.document import Column, Number, Table, make_table, number_cell, spread
 from bench.instruments import step_seconds
 from bench.records.folder import is_crowded, policy_of, row_of
 from bench.records.model_run import Run
 from bench.records.notes import counted
-from bench.document import Column, Number, Table, make_table, number_cell, spread
 from bench.statistics import CONFIDENCE, Interval, median_interval, rank_sum_p
 from mm3d.tracing.events import PHASES
 

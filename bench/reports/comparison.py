@@ -10,12 +10,12 @@ from typing import Callable, Sequence
 import numpy as np
 
 from bench.cases.variants import recorded_variant
+from bench.document import Column, Notes, Part, Table, make_table, spread
 from bench.errors import UsageError
 from bench.records.folder import EFFORT, SAME, is_crowded
 from bench.reports.certainty import SIGNIFICANT
 from bench.reports.comparison_sides import (Cases, abbreviate, common_cases, name_cases,
                                             read_cases, shorten_names)
-from bench.document import Column, Notes, Part, Table, make_table, spread
 from bench.statistics import Difference, compare_runs
 
 MIN_RUNS = 3    # runs of each side that a verdict needs
@@ -75,12 +75,8 @@ def compare_sides(first: Sequence[str], second: Sequence[str],
         The table of verdicts, and notes; a line for each case in which B is slower by more than
         the limit, or that B lacks; and a message for each file that was left out.
 
-    Raises
-    ------
-    UsageError
-        When the two sides cannot be compared, or a limit is given with too few runs.
-    StoreError
-        When a file or folder cannot be read.
+    UsageError when the two sides cannot be compared, or a limit is given with too few runs;
+    StoreError when a file or folder cannot be read.
     """
     names = " ".join(first), " ".join(second)
     (before, problems), (after, more) = read_cases(first), read_cases(second)

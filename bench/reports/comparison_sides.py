@@ -53,10 +53,7 @@ ByTransport = dict[tuple[str, str], list[Timed]]
 def read_cases(paths: Sequence[str | Path]) -> tuple[ByTransport, list[str]]:
     """Read the runs of each case by name and transport, and list unreadable files.
 
-    Raises
-    ------
-    StoreError
-        When a file or folder holds none.
+    StoreError when a file or folder holds none.
     """
     found: ByTransport = {}
     problems: list[str] = []
@@ -66,8 +63,9 @@ def read_cases(paths: Sequence[str | Path]) -> tuple[ByTransport, list[str]]:
         problems += unread
         for run in runs:
             transport = str(run.configuration.get("transport", "not recorded"))
-            cases = model_cases if isinstance(run, Run) else benchmark_points
-            for name, timed in cases(run):
+            # Of a row of the tables the times are those of whole steps.
+            for name, timed in benchmark_points(run) if not isinstance(run, Run) else [
+                    (run_name(run), Timed(step_seconds.step_times(run.times, 1), run))]:
                 key = name, transport, run.created
                 if key not in seen:    # a run named twice is one run
                     found.setdefault((name, transport), []).append(timed)
@@ -83,11 +81,6 @@ def name_cases(*sides: ByTransport) -> list[Cases]:
                for name, count in Counter(name for name, _ in found).items() if count > 1}
     return [{f"{name}, transport {transport}" if name in several else name: timed
              for (name, transport), timed in found.items()} for found in sides]
-
-
-def model_cases(run: Run) -> Iterator[tuple[str, Timed]]:
-    """Return the case of a row of the tables, with the times of whole steps."""
-    yield run_name(run), Timed(step_seconds.step_times(run.times, 1), run)
 
 
 def benchmark_points(record: Measurements) -> Iterator[tuple[str, Timed]]:
@@ -143,10 +136,7 @@ def shorten_names(cases: Cases) -> tuple[dict[str, str], str]:
 def common_cases(names: tuple[str, str], first: Cases, second: Cases) -> list[str]:
     """Return the cases that both sides have.
 
-    Raises
-    ------
-    UsageError
-        When there are none, or a case is not the same in all of its runs.
+    UsageError when there are none, or a case is not the same in all of its runs.
     """
     common = sorted(first.keys() & second.keys(), key=natural_key)
     if not common:

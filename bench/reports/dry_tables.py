@@ -3,13 +3,13 @@
 from collections import Counter, defaultdict
 
 from bench.cases.variants import itemsize
+from bench.document import Column, Notes, Number, Table, number_cell
 from bench.prediction import machine_model
 from bench.prediction.kernels import priced
 from bench.prediction.memory_fit import state_by_kind
 from bench.prediction.seconds import TERMS, trace_terms
-from bench.document import Column, Notes, Number, Table, number_cell
-from mm3d.model.experts.token_order import capacity_of
 from mm3d.model.experts.options import ExpertOptions
+from mm3d.model.experts.token_order import capacity_of
 from mm3d.model.stack import Stack
 from mm3d.tracing.events import Boundary, Call, Collective, Gemm, Overlapped, Pass
 from mm3d.tracing.trace import Trace

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Callable
 
 from bench.cases.paper import BASELINES, HEADINGS, PROPOSED, Row
+from bench.document import Notes, Part, Table
 from bench.errors import UsageError
 from bench.records import atomic
 from bench.records.folder import (FolderContents, Results, most_oversubscribed, read_folder,
@@ -12,7 +13,6 @@ from bench.records.folder import (FolderContents, Results, most_oversubscribed, 
 from bench.records.model_run import Run
 from bench.records.run_file import report_left_out
 from bench.reports import formats, micro_tables, paper_tables, speed_ups
-from bench.document import Notes, Part, Table
 from bench.reports.emulated import describe_clusters
 from bench.reports.emulation import tables as emulation_tables
 from bench.reports.emulation.row import Emulated
@@ -29,12 +29,7 @@ def write_tables_and_figures(out: Path, figures: bool = True,
 
     ``tables.txt`` has all tables.  Return 1 when a file of results was left out, else 0.
 
-    Raises
-    ------
-    StoreError
-        When there are no results in `out`.
-    OSError
-        When a file cannot be written.
+    StoreError when there are no results in `out`; OSError when a file cannot be written.
     """
     found = read_folder(out)
     text = formats.render(paper_tables.make_file(found))
@@ -83,16 +78,12 @@ def summary_parts(found: FolderContents) -> list[Part]:
             groups = emulation_tables.group_rows(emulation_tables.emulated_rows(results))
         except UsageError as error:
             parts.append(Notes("Not predicted:", [str(error)]))
-        parts += [*paper_parts(results), *ratio_parts(results, groups), Notes(
+        parts += [paper_tables.paper_table(paper_tables.heading(results, name), rows,
+                                           [results.get(row) for row in rows])
+                  for name in HEADINGS if (rows := shown_rows(results, name))]
+        parts += [*ratio_parts(results, groups), Notes(
             "What these figures show, and what not:", state_limits(results, groups))]
     return parts
-
-
-def paper_parts(results: Results) -> list[Part]:
-    """Make the paper's tables that have a measured row, published beside measured."""
-    return [paper_tables.paper_table(paper_tables.heading(results, name), rows,
-                                     [results.get(row) for row in rows])
-            for name in HEADINGS if (rows := shown_rows(results, name))]
 
 
 def shown_rows(results: Results, table: str) -> list[Row]:

@@ -10,6 +10,7 @@ import json
 import math
 import re
 import textwrap
+from functools import partial
 from typing import Callable, Iterable
 
 from bench.document import Cell, Column, Notes, Number, Part, Table
@@ -79,49 +80,31 @@ def _fraction(number: str) -> str:
     return "".join(number.partition(".")[1:])
 
 
-def format_rst(parts: list[Part]) -> str:
-    """Format as reStructuredText."""
-    return _marked_up(parts, "rst", _underlined, _rst_escaped)
+def format_markup(form: str, special: str, title: Callable[[str, str], str],
+                  parts: list[Part]) -> str:
+    """Format in a markup of tabulate's, in which some characters are `special`.
 
-
-def format_markdown(parts: list[Part]) -> str:
-    """Format as Markdown with tables, as GitHub shows them."""
-    return _marked_up(parts, "github", lambda heading, rule: (
-        f"{'##' if rule == '=' else '###'} {_markdown_escaped(heading)}"), _markdown_escaped)
-
-
-def _marked_up(parts: list[Part], form: str, title: Callable[[str, str], str],
-               escaped: Callable[[str], str]) -> str:
-    """Format in a markup of tabulate's; `title` makes one of a heading and "=" or "-"."""
+    The function `title` makes one of a heading and "=" or "-".
+    """
     from tabulate import tabulate    # where it is needed: ranks that print nothing start sooner
     blank = r"\ " if form == "rst" else ""    # else the row would be joined to the one above
     found = []
+
+    def escaped(words: str) -> str:
+        return re.sub(rf"([{special}])", r"\\\1", words)
     for part in parts:
         if isinstance(part, Table):
             rows = [[escaped(str(cell)) or blank for cell in row] for row in part.rows]
             heads = [escaped(column.full) or blank for column in part.columns]
             sides = ["left" if left else "right" for left in part.left]
-            found += [title(part.title, "-"),
+            found += [title(escaped(part.title), "-"),
                       tabulate(rows, heads, tablefmt=form, disable_numparse=True,
                                colalign=sides if rows else None)]
         elif isinstance(part, Notes):
             found += [f"**{escaped(part.heading)}**", _listed(part, "- ", escaped)]
         else:
-            found.append(title(part, "="))
+            found.append(title(escaped(part), "="))
     return "\n\n".join(found)
-
-
-def _underlined(heading: str, character: str) -> str:
-    heading = _rst_escaped(heading)
-    return f"{heading}\n{character * len(heading)}"
-
-
-def _rst_escaped(words: str) -> str:
-    return re.sub(r"([\\*`|_])", r"\\\1", words)
-
-
-def _markdown_escaped(words: str) -> str:
-    return re.sub(r"([\\*`|_<#~])", r"\\\1", words)
 
 
 LATEX_ESCAPES = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}",
@@ -211,5 +194,9 @@ def _in_full(cell: Cell) -> str | int:
 
 
 FORMATS: dict[str, Callable[[list[Part]], str]] = {
-    "text": format_text, "rst": format_rst, "markdown": format_markdown, "latex": format_latex,
-    "json": format_json, "csv": format_csv}
+    "text": format_text,
+    "rst": partial(format_markup, "rst", r"\\*`|_", lambda heading, rule: (
+        f"{heading}\n{rule * len(heading)}")),
+    "markdown": partial(format_markup, "github", r"\\*`|_<#~", lambda heading, rule: (
+        f"{'##' if rule == '=' else '###'} {heading}")),
+    "latex": format_latex, "json": format_json, "csv": format_csv}

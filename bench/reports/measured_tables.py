@@ -6,10 +6,10 @@ from typing import Iterator, Sequence
 import numpy as np
 
 from bench.cases.paper import TITLES
+from bench.document import Cell, Column, Notes, Part, Table, number_cell
 from bench.prediction.beside_measured import Measured
 from bench.prediction.machine_model import Machine
 from bench.prediction.work import NAMES, Seconds, Work, predict_seconds
-from bench.document import Cell, Column, Notes, Part, Table, number_cell
 from bench.records.notes import counted
 from mm3d.tracing.events import PHASES
 

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from bench.cases.paper import title
+from bench.document import Column, Notes, Number, Part, Table, number_cell
 from bench.errors import StoreError
 from bench.instruments import step_seconds
 from bench.records.folder import FolderContents
 from bench.records.model_run import Run
 from bench.records.notes import words_note
 from bench.reports import time_parts
-from bench.document import Column, Notes, Number, Part, Table, number_cell
 from mm3d.tracing.events import PHASES
 
 
@@ -173,10 +173,7 @@ def memory_figures(run: Run) -> list[Figure]:
 def merit_document(found: FolderContents) -> list[Part]:
     """Make the tables of time parts and figures of merit of all runs of rows.
 
-    Raises
-    ------
-    StoreError
-        When there is no run of a row.
+    StoreError when there is no run of a row.
     """
     if not found.rows:
         raise StoreError("\n".join(["no run of a row of the tables was read: the microbenchmarks "

@@ -4,13 +4,13 @@ import math
 from typing import Callable, Iterable, Sequence
 
 from bench.cases.paper import HEADINGS, Row, title
+from bench.document import (Cell, Column, Notes, Number, Part, Rows, Table, make_table,
+                            number_cell)
 from bench.records.folder import Results, policy_of, row_of
 from bench.records.model_run import Run
 from bench.records.notes import words_note
 from bench.reports import merit, time_parts
 from bench.reports.emulated import describe_clusters
-from bench.document import (Cell, Column, Notes, Number, Part, Rows, Table, make_table,
-                            number_cell)
 from mm3d.tracing.events import PHASES
 
 

@@ -5,13 +5,13 @@ from collections import Counter
 from pathlib import Path
 from urllib.parse import quote
 
+from bench.document import Notes, Part, Table
 from bench.records import atomic
 from bench.records.folder import FolderContents, natural_key
 from bench.records.measurements import Measurements
 from bench.records.model_run import Run
 from bench.reports import merit
 from bench.reports.certainty import run_name
-from bench.document import Notes, Part, Table
 from bench.reports.figures.every_figure import make_drawings
 from bench.reports.figures.style import Drawing, LeftOut, draw_each, draw_image
 from bench.reports.paper_tables import make_file
@@ -29,10 +29,7 @@ def write_page(found: FolderContents,
     out : path, optional
         The page; by default ``report.html`` in the folder of the results.
 
-    Raises
-    ------
-    OSError
-        When the page cannot be written.
+    OSError when the page cannot be written.
     """
     from jinja2 import Environment, PackageLoader, StrictUndefined
     environment = Environment(loader=PackageLoader("bench.reports"), autoescape=True,

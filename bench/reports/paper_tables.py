@@ -9,6 +9,7 @@ import numpy as np
 from bench.cases.paper import BASELINES, HEADINGS, PROPOSED, Row, load_tables, title
 from bench.cases.selection import select_rows
 from bench.cases.variants import recorded_variant
+from bench.document import Column, Notes, Number, Part, Rows, Table, number_cell
 from bench.instruments import step_seconds
 from bench.records.folder import (FolderContents, Key, Results, is_crowded, most_oversubscribed,
                                   row_of, share_cores)
@@ -16,7 +17,6 @@ from bench.records.model_run import Run
 from bench.records.notes import (counted, describe_cluster, describe_libraries, describe_source,
                                  split_checks)
 from bench.reports import certainty, emulated, merit_rows, micro_tables, speed_ups
-from bench.document import Column, Notes, Number, Part, Rows, Table, number_cell
 from mm3d.tracing.events import PHASES
 
 

@@ -3,13 +3,13 @@
 from typing import Sequence
 
 from bench.cases.paper import HEADINGS, TITLES
+from bench.document import Column, Notes, Number, Part, Table, number_cell
 from bench.prediction import machine_model
-from bench.prediction.published.paper_fit import Outcome
-from bench.prediction.published.paper_pipelines import RowPipeline
 from bench.prediction.pipelines.pipeline_model import PipelineModel
 from bench.prediction.pipelines.pipeline_seconds import PredictedPipeline
 from bench.prediction.pipelines.training_step import SHARES, TrainingStep
-from bench.document import Column, Notes, Number, Part, Table, number_cell
+from bench.prediction.published.paper_fit import Outcome
+from bench.prediction.published.paper_pipelines import RowPipeline
 from mm3d.grid.axis import Traffic
 from mm3d.training.schedules import Schedule
 

@@ -3,9 +3,9 @@
 import numpy as np
 
 from bench.cases.paper import HEADINGS, TITLES
+from bench.document import Column, Notes, Table, number_cell
 from bench.prediction.published.paper_fit import (FITTED_FIGURES, Outcome, prediction_error,
                                                   predict_row)
-from bench.document import Column, Notes, Table, number_cell
 
 UNEXPLAINED = 0.35    # error beyond which a row counts as not explained by the model
 RATE_UNITS = {"gemm": "Tflop/s", "node": "GB/s a rank", "network": "GB/s a node"}

@@ -7,10 +7,10 @@ from msgspec.structs import replace
 
 from bench.cases.paper import BASELINES, PROPOSED, Row, title
 from bench.cases.selection import select_rows
+from bench.document import Cell, Column, Number, Rows, Table, number_cell
 from bench.instruments import step_seconds
 from bench.records.folder import Results
 from bench.reports import certainty, over_runs
-from bench.document import Cell, Column, Number, Rows, Table, number_cell
 
 
 def speed_up_table(heading: str, name: str, results: Results) -> Table:

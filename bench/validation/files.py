@@ -41,10 +41,7 @@ def check_file(path: Path) -> tuple[list[str], list[str]]:
     list of str, list of str
         The file's violations of the rules, and its warnings.
 
-    Raises
-    ------
-    Unreadable
-        When it cannot be read, so that nobody knows whether it is valid.
+    Unreadable when it cannot be read, so that nobody knows whether it is valid.
     """
     errors: list[str] = []
     warnings: list[str] = []
@@ -73,7 +70,8 @@ def check_run(group: h5py.Group, place: str) -> tuple[list[str], list[str]]:
     errors: list[str] = []
     for look in (private_text.find_private_text, check_dimensions):
         errors += checked(look, group)
-    if schema.is_verified(str(group.attrs.get("kind", "model"))) and "verification" not in group:
+    kind = schema.of_kind(str(group.attrs.get("kind", "model")))
+    if kind.get("verified") and "verification" not in group:
         return [*errors, "there is no verification: no time counts without one"], []
     try:
         run = parse_run(group, place)

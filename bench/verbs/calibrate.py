@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Callable
 
 from bench.agreement import make_on_rank_0
+from bench.command_line import measuring, options
+from bench.command_line.number_types import refused
+from bench.command_line.publish import publish, report_failure
 from bench.errors import UsageError, WrongResult
 from bench.prediction import machine_file, machine_model
 from bench.prediction.calibration import fit, measure
@@ -14,9 +17,6 @@ from bench.prediction.calibration.record import read_calibration
 from bench.prediction.logs import fitting
 from bench.prediction.logs.reading import LogFile
 from bench.reports.log_tables import log_parts
-from bench.command_line import measuring, options
-from bench.command_line.number_types import refused
-from bench.command_line.publish import publish, report_failure
 from mm3d.console import say
 from mm3d.transport.node_words import in_place_collectives
 
@@ -80,10 +80,8 @@ def fit_logs(path: Path, arguments: argparse.Namespace) -> int:
     int
         0 when it is written, 1 when it cannot be.
 
-    Raises
-    ------
-    UsageError
-        When a file cannot be read, no line of them can be used, or ``--machine`` was measured.
+    UsageError when a file cannot be read, no line of them can be used, or ``--machine`` was
+    measured.
     """
     base = machine_model.load_machine(arguments.machine) if arguments.machine else None
     if base and (base.passes or base.collectives):
@@ -101,10 +99,8 @@ def fit_logs(path: Path, arguments: argparse.Namespace) -> int:
 def calibrate(arguments: argparse.Namespace, comm, measure_samples: Callable) -> int:
     """Do what `run` does, with samples that `measure_samples` takes.
 
-    Raises
-    ------
-    UsageError, StoreError
-        When ``--out`` cannot be written; or the file of samples cannot be read, or has others.
+    UsageError or StoreError when ``--out`` cannot be written; or the file of samples cannot be
+    read, or has others.
     """
     path, status = Path(arguments.out), 0
     machine_file.check_writable(path, comm)

@@ -2,10 +2,10 @@
 
 import argparse
 
+from bench.command_line.number_types import number
 from bench.errors import UsageError
 from bench.records.run_file import report_left_out
 from bench.reports.comparison import compare_sides
-from bench.command_line.number_types import number
 from mm3d.console import complain
 
 GROUP = "Look at results"
@@ -27,12 +27,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the comparison; 1 when B fails ``--fail-on-regression`` or a file was left out.
 
-    Raises
-    ------
-    UsageError
-        When the two sides cannot be compared, or are to be judged by too few runs.
-    StoreError
-        When one of them cannot be read.
+    UsageError when the two sides cannot be compared, or are to be judged by too few runs;
+    StoreError when one of them cannot be read.
     """
     limit = arguments.fail_on_regression
     sides = chosen(arguments)
@@ -47,10 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
 def chosen(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
     """Return the files and folders of both sides.
 
-    Raises
-    ------
-    UsageError
-        When they are not two, or named in both ways.
+    UsageError when they are not two, or named in both ways.
     """
     plain, named = arguments.sides, (arguments.before, arguments.after)
     if len(plain) == 2 and named == (None, None):

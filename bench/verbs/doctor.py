@@ -5,12 +5,12 @@ import shlex
 from pathlib import Path
 
 from bench import mpi
+from bench.command_line import options
+from bench.command_line.number_types import number
 from bench.doctor.checks import CHECKS, FAILED, Finding
 from bench.doctor.child_jobs import Facts
 from bench.document import Column, Notes, Part, Table
 from bench.errors import UsageError
-from bench.command_line import options
-from bench.command_line.number_types import number
 from mm3d import launcher
 from mm3d.console import say
 
@@ -66,10 +66,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print every finding, or every step of ``--gpu whole``; return 1 when one failed, else 0.
 
-    Raises
-    ------
-    UsageError
-        When it runs under a launcher.
+    UsageError when it runs under a launcher.
     """
     if launcher.local_ranks() > 1:
         raise UsageError("doctor starts the launcher itself: run it without, as in "
@@ -117,10 +114,7 @@ def test_gpu(arguments: argparse.Namespace) -> int:
 
     Tests that are all skipped prove nothing: they fail too, but in a rehearsal, which has no GPU.
 
-    Raises
-    ------
-    UsageError
-        When there is no ``--out``, no such step, or an option of the checks.
+    UsageError when there is no ``--out``, no such step, or an option of the checks.
     """
     from bench.doctor import gpu_suite
     if not arguments.out:
@@ -151,10 +145,7 @@ def variable(text: str) -> tuple[str, str]:
 def launcher_command(arguments: argparse.Namespace) -> list[str]:
     """Return the command that starts the ranks of a program.
 
-    Raises
-    ------
-    UsageError
-        When ``--launcher`` cannot be read, or there is no mpirun.
+    UsageError when ``--launcher`` cannot be read, or there is no mpirun.
     """
     if arguments.seen and not arguments.launcher:
         return ["launcher"]    # serves messages alone

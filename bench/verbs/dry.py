@@ -5,18 +5,18 @@ import sys
 from dataclasses import replace
 
 from bench.cases.variants import Variant, schemes_with_option
-from bench.errors import UsageError
-from bench.prediction import machine_model, memory_fit
-from bench.prediction.pipelines import pipeline_seconds
-from bench.prediction.closed_form_plan import Plan
-from bench.prediction.pipelines.pipeline_model import PASSES, PipelineModel
-from bench.prediction.planner import TraceOf
-from bench.prediction.pipelines.training_step import predict_step
-from bench.reports import dry_tables, predicted_pipelines
 from bench.command_line import (expert_options, grids, model_options, options,
                                 pipeline_options)
 from bench.command_line.number_types import MOST_RANKS
 from bench.command_line.scheme_options import add_scheme
+from bench.errors import UsageError
+from bench.prediction import machine_model, memory_fit
+from bench.prediction.closed_form_plan import Plan
+from bench.prediction.pipelines import pipeline_seconds
+from bench.prediction.pipelines.pipeline_model import PASSES, PipelineModel
+from bench.prediction.pipelines.training_step import predict_step
+from bench.prediction.planner import TraceOf
+from bench.reports import dry_tables, predicted_pipelines
 from mm3d import ModelSizes
 from mm3d.grid.shape import GridShape
 from mm3d.model import cost
@@ -259,18 +259,14 @@ def _refuse_without_effect(arguments: argparse.Namespace, experts: ExpertOptions
             raise UsageError(f"--{name.replace('_', '-')}: give --{needed} too, such as "
                              f"--{needed} {such}")
     if experts is None and arguments.expert_parallel != 1:
-        raise UsageError(f"--expert-parallel {arguments.expert_parallel} would do nothing here: "
-                         f"--experts 8 would do, or leave it out")
+        raise options.without_effect("expert_parallel", arguments.expert_parallel, "--experts 8")
 
 
 def _trace(arguments: argparse.Namespace, grid: GridShape, stack: Stack,
            machine: machine_model.Machine | None) -> Trace:
     """Run a step of the rank dry.
 
-    Raises
-    ------
-    ValueError
-        When the scheme cannot use the grid or an option, or there is no such rank.
+    ValueError when the scheme cannot use the grid or an option, or there is no such rank.
     """
     block = machine.elementwise_block if machine else sys.maxsize
     asked = _scheme_options(arguments)

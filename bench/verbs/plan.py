@@ -5,28 +5,28 @@ import time
 from dataclasses import replace
 from functools import partial
 
-from bench.errors import UsageError, as_usage_error
-from bench.prediction import machine_model, planner
-from bench.prediction.pipelines import pipeline_seconds
-from bench.prediction.closed_form_plan import screen_grid
-from bench.prediction.meshes.layer_costs import list_costs, list_layer_costs
-from bench.prediction.model_file import ModelFile
-from bench.prediction.training_plans.choices import Training
-from bench.prediction.training_plans.search import Search
-from bench.records.journal import check_folder
-from bench.reports import dry_tables, predicted_pipelines
-from bench.reports.plans import training_plans
-from bench.reports.plans.layer_costs import layer_costs_parts, printed_costs_parts
-from bench.reports.plans.plan_tables import plan_remarks, plan_table
-from bench.reports.figures import style
 from bench.command_line import (expert_options, grids, model_options, options,
                                 pipeline_options)
 from bench.command_line.number_types import MOST_RANKS
 from bench.command_line.progress import StatusLine
+from bench.errors import UsageError, as_usage_error
+from bench.prediction import machine_model, planner
+from bench.prediction.closed_form_plan import screen_grid
+from bench.prediction.meshes.layer_costs import list_costs, list_layer_costs
+from bench.prediction.model_file import ModelFile
+from bench.prediction.pipelines import pipeline_seconds
+from bench.prediction.training_plans.choices import Training
+from bench.prediction.training_plans.search import Search
+from bench.records.journal import check_folder
+from bench.reports import dry_tables, predicted_pipelines
+from bench.reports.figures import style
+from bench.reports.plans import training_plans
+from bench.reports.plans.layer_costs import layer_costs_parts, printed_costs_parts
+from bench.reports.plans.plan_tables import plan_remarks, plan_table
 from mm3d import ModelSizes
 from mm3d.console import say
-from mm3d.model.experts.token_order import capacity_of
 from mm3d.model.experts.options import ExpertOptions
+from mm3d.model.experts.token_order import capacity_of
 from mm3d.model.sizes import SIZES
 from mm3d.model.stack import Stack
 
@@ -87,10 +87,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the plans; return 0.
 
-    Raises
-    ------
-    UsageError
-        When there are fewer than 2 ranks or no plan to print.
+    UsageError when there are fewer than 2 ranks or no plan to print.
     """
     if arguments.pictures:
         check_folder(arguments.pictures, "--pictures")

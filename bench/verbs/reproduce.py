@@ -17,6 +17,9 @@ from bench.cases.paper import Row, load_tables
 from bench.cases.selection import equal_token_rows, select_rows, shuffle_cases
 from bench.cluster.run import run_verb_inside
 from bench.cluster.spec import Cluster
+from bench.command_line import combined_rows, options, row_options
+from bench.command_line.best_preset import choose_preset
+from bench.command_line.progress import RowProgress
 from bench.document import Column, Part, Table
 from bench.errors import UsageError, as_usage_error
 from bench.experiments.rows import resume
@@ -27,9 +30,6 @@ from bench.records import journal, notes
 from bench.records.journal import Journal, Reproduction
 from bench.reports.emulation import row as emulated_row, tables as emulation_tables
 from bench.reports.finish import write_tables_and_figures
-from bench.command_line import combined_rows, options, row_options
-from bench.command_line.best_preset import choose_preset
-from bench.command_line.progress import RowProgress
 from mm3d import launcher
 from mm3d.arrays import backend as backends
 from mm3d.console import complain, say
@@ -72,12 +72,8 @@ def run(arguments: argparse.Namespace) -> int:
         memory; 1 when others were not; 128 plus the number of a signal.  With ``--paper`` 1 when
         a cell is not as its file expects.
 
-    Raises
-    ------
-    UsageError
-        When started under mpirun, there is no mpirun to start, or an argument is not valid.
-    StoreError
-        When the results folder cannot be written, or is in use.
+    UsageError when started under mpirun, there is no mpirun to start, or an argument is not valid;
+    StoreError when the results folder cannot be written, or is in use.
     """
     if arguments.paper:
         others = [word.partition("=")[0] for word in arguments.words if word.startswith("--")
@@ -181,10 +177,7 @@ def row_settings(arguments: argparse.Namespace) -> dict[str, Any]:
     These are the sizes, repetitions and seed that are asked for, the source, the machine, its
     libraries and the variables that tune them; not the names of the rows, nor their order.
 
-    Raises
-    ------
-    UsageError
-        When an argument is not valid.
+    UsageError when an argument is not valid.
     """
     warmup, limits = row_options.step_counts(arguments)
     with as_usage_error():

@@ -13,6 +13,8 @@ from bench.cases.row_stack import row_stack
 from bench.cases.selection import equal_token_rows, rows_by_name, select_rows, shuffle_cases
 from bench.cases.variants import Variant
 from bench.cluster.spec import rate_text
+from bench.command_line import grids, measuring, options, row_options
+from bench.command_line.publish import check_trace_file, publish_row
 from bench.document import Part
 from bench.errors import UsageError
 from bench.experiments.rows.dilation import set_links
@@ -32,8 +34,6 @@ from bench.records.notes import split_checks
 from bench.reports.emulation.at_rates import join_rates
 from bench.reports.figures.link_sweep import make_sweep_drawings
 from bench.reports.figures.style import report_drawn, save_drawings
-from bench.command_line import grids, measuring, options, row_options
-from bench.command_line.publish import check_trace_file, publish_row
 from mm3d.arrays import backend as backends
 from mm3d.console import say
 from mm3d.model.sizes import SIZES
@@ -71,12 +71,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, comm) -> int:
     """Measure every selected row of `comm.size` ranks; return the exit status.
 
-    Raises
-    ------
-    UsageError
-        When no row has that many ranks, or an argument is not valid.
-    StoreError
-        When the results folder cannot be written.
+    UsageError when no row has that many ranks, or an argument is not valid; StoreError when the
+    results folder cannot be written.
     """
     rows = rows_of_options(arguments, comm.size)
     settings, variant = read_settings(arguments, rows, comm)
@@ -103,7 +99,9 @@ def run(arguments: argparse.Namespace, comm) -> int:
                 lambda found: write_row(found, one, out, file), out, comm)
             if settings.dilation:    # as they were, for whatever follows in this cluster
                 set_links(settings.dilation.link, comm, settings.dilation.change)
-            warn_of_slow_nodes(comm)
+            slow = slow_links.find_slow_nodes(comm)
+            if slow and comm.rank == 0:
+                say(*(node.describe() for node in slow))
             # Nobody has named a row of --equal-tokens: it may be left out for lack of memory.
             spared = arguments.rows is None and one.row.like and line.startswith("left out")
             statuses.append(0 if spared else status)
@@ -125,10 +123,7 @@ def read_settings(arguments: argparse.Namespace, rows: list[Row],
                   comm) -> tuple[Settings, Variant]:
     """Return the settings and the variant that the options give to all rows.
 
-    Raises
-    ------
-    UsageError
-        The same on every rank, when an option is not valid, or not for these rows.
+    The same UsageError on every rank when an option is not valid, or not for these rows.
     """
     warmup, limits = row_options.step_counts(arguments)
     grid = grid_chooser(arguments, comm)
@@ -157,10 +152,7 @@ def read_settings(arguments: argparse.Namespace, rows: list[Row],
 def rows_of_options(arguments: argparse.Namespace, ranks: int) -> list[Row]:
     """List the rows that the options name; for a scheme that the paper lacks, of `ranks` ranks.
 
-    Raises
-    ------
-    UsageError
-        When a name is unknown, or rows are named in both ways.
+    UsageError when a name is unknown, or rows are named in both ways.
     """
     if arguments.rows is None:
         rows = select_rows(arguments.table, arguments.scheme, ranks)
@@ -190,10 +182,7 @@ def make_cases(rows: list[Row], ranks: int, arguments: argparse.Namespace,
                variant: Variant) -> list[Case]:
     """Make the cases of all `rows` that are for `ranks` ranks, in this variant.
 
-    Raises
-    ------
-    UsageError
-        When there are none.
+    UsageError when there are none.
     """
     sizes = {name: getattr(arguments, name) for name in SIZES}
     cases = [make_case(row, arguments.preset, variant, **sizes)
@@ -217,11 +206,8 @@ def grid_chooser(arguments: argparse.Namespace,
                  comm) -> Callable[[Case], tuple[int, ...]] | None:
     """Return the function that gives a case the grid of ``--grid``; None without.
 
-    Raises
-    ------
-    UsageError
-        On every rank, when nothing is planned for ``--machine``, there is no such machine, or it
-        has no rate for the dtype.
+    UsageError on every rank, when nothing is planned for ``--machine``, there is no such machine,
+    or it has no rate for the dtype.
     """
     name = arguments.machine or "cpu"
     if arguments.grid == "auto":
@@ -234,14 +220,6 @@ def grid_chooser(arguments: argparse.Namespace,
     return lambda one: broadcast_from_rank_0(lambda: grids.read_grid(
         arguments.grid, one.row.scheme, comm.size, name,
         row_stack(one.variant, one.sizes, arguments.recompute)), comm)
-
-
-def warn_of_slow_nodes(comm) -> None:
-    """Print on rank 0 a line for each node that sends and receives much slower than the others."""
-    slow = slow_links.find_slow_nodes(comm)
-    if comm.rank == 0:
-        for node in slow:
-            say(node.describe())
 
 
 def measure(one: Case, settings: Settings, peaks: Group | None, comm, traced: bool) -> tuple:

@@ -12,6 +12,10 @@ from typing import Any
 from mpi4py import MPI
 
 from bench.agreement import make_on_rank_0
+from bench.command_line import (config_options, expert_options, measuring, model_options,
+                                options, pipeline_options)
+from bench.command_line.number_types import MOST_SECONDS, number
+from bench.command_line.publish import check_pictures, publish, report_failure
 from bench.errors import UsageError, WrongResult, as_usage_error
 from bench.experiments.torch.child import check_interpreter
 from bench.experiments.torch.equal_kernels import observe_products
@@ -20,16 +24,12 @@ from bench.experiments.training.history import History, progress_line
 from bench.experiments.training.plan import Plan
 from bench.experiments.training.text import Text, share_text
 from bench.experiments.training.trainer import Course, TrainingEnd, Training
-from bench.reports.figures import style
-from bench.command_line import (config_options, expert_options, measuring, model_options,
-                                options, pipeline_options)
-from bench.command_line.number_types import MOST_SECONDS, number
-from bench.command_line.publish import check_pictures, publish, report_failure
 from bench.instruments.placement import mesh_order, reorder_ranks
 from bench.records.journal import claim_folder
 from bench.records.measurements import Measurements
-from bench.validation.files import failed_checks
+from bench.reports.figures import style
 from bench.reports.micro_tables import showing
+from bench.validation.files import failed_checks
 from mm3d.config import Config, Division
 from mm3d.console import say
 from mm3d.launcher import wait_patiently
@@ -128,10 +128,7 @@ def run(arguments: argparse.Namespace, comm) -> int:
 def place_ranks(comm, division: Division, inside: str):
     """Return the ranks in the order in which a direction of their mesh lies inside nodes.
 
-    Raises
-    ------
-    UsageError
-        On every rank alike, when there is no such mesh, or no such direction in it.
+    UsageError on every rank alike, when there is no such mesh, or no such direction in it.
     """
     with as_usage_error():
         shards = check_data(comm.size, division.data, division.shards, division.context)
@@ -181,18 +178,14 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
     for name in ("save_every", "keep"):
         value = getattr(arguments, OPTIONS.get(name, name))
         if arguments.checkpoints == "none" and value is not None:
-            raise UsageError(f"{option_of(name)} {value} would do nothing here: --checkpoints DIR "
-                             f"would do, or leave it out")
+            raise options.without_effect(OPTIONS.get(name, name), value, "--checkpoints DIR")
     return plan
 
 
 def check_ranks(arguments: argparse.Namespace, ranks: int) -> None:
     """Build the model of so many ranks dry, as the first of them.
 
-    Raises
-    ------
-    UsageError
-        When there is no such model, or the ranks cannot divide it so.
+    UsageError when there is no such model, or the ranks cannot divide it so.
     """
     config = Config(make_plan(arguments), config_options.read(Division, arguments))
     with as_usage_error():
@@ -213,8 +206,7 @@ def refuse_without_effect(plan: Plan, division: Division) -> None:
             (plan.optimizer != "sgd", "momentum", plan.momentum, "--optimizer sgd"),
             (plan.optimizer == "sgd", "lr-warmup", plan.warmup, "--optimizer adamw")):
         if value and nothing:
-            raise UsageError(f"--{option} {value} would do nothing here: {remedy} would do, or "
-                             f"leave it out")
+            raise options.without_effect(option, value, remedy)
 
 
 def refuse_unused(arguments: argparse.Namespace) -> None:

@@ -2,10 +2,10 @@
 
 import argparse
 
+from bench.command_line import options
 from bench.errors import Unreadable
 from bench.records import run_file, schema
 from bench.validation.files import check_file
-from bench.command_line import options
 from mm3d.console import say
 
 GROUP = "Look at results"

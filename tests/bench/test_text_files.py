@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from bench.__main__ import main, parser
 from bench import text_files
+from bench.__main__ import main, parser
 from bench.errors import UsageError
 from bench.prediction import machine_model
 from bench.prediction.pipelines import schedule_costs

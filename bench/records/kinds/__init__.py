@@ -46,10 +46,8 @@ NAMES = {path.stem for path in Path(__file__).parent.glob("*.py")} - {"__init__"
 def derive(record: Any) -> Derived:
     """Compute the numbers that follow from the measured ones.
 
-    Raises
-    ------
-    KeyError, ValueError, TypeError, AttributeError, IndexError, ArithmeticError
-        When what was measured is not what its schema says.
+    KeyError, ValueError, TypeError, AttributeError, IndexError or ArithmeticError when what was
+    measured is not what its schema says.
     """
     find = getattr(module_of(record.kind), "derive", lambda record: {})
     with np.errstate(all="ignore"):    # checks of the record find NaN and infinity
@@ -59,10 +57,7 @@ def derive(record: Any) -> Derived:
 def check_texts(run: Any) -> None:
     """Check the texts of a record that its readers parse.
 
-    Raises
-    ------
-    ValueError
-        When one cannot be read, or does not fit what was measured; the message names it.
+    ValueError when one cannot be read, or does not fit what was measured; the message names it.
     """
     if run.environment.get("emulated_cluster"):
         named("environment/emulated_cluster", Cluster.parse,

@@ -32,6 +32,7 @@ SCHEMAS = {
             "work": "preset unpredicted", "predicted_by": "predicted"},
         "labels": {"part": [["actions", "sums", "tied", "optimizer"]]},
         "derived": {"seconds": "bound", "share_of_software": ""}}}
+MET = {True: "met", False: "MISSED"}
 GOAL_ERROR, GOAL_CHOICE = 0.1, 0.05    # of predictions in the median, and of the planner's choice
 
 
@@ -177,7 +178,7 @@ def verdicts(found: Sequence[Sequence[Row]]) -> list[str]:
             f"{counted(len(errors), 'row')}{computed}: predictions are "
             f"{100 * np.median(errors):.0f} % off in the median, {100 * max(errors):.0f} % at "
             f"most; the goal is {100 * GOAL_ERROR:.0f} % in the median, "
-            f"{_met(np.median(errors) <= GOAL_ERROR)}.")
+            f"{MET[np.median(errors) <= GOAL_ERROR]}.")
     if len(errors) < len(every):
         said.append(f"{counted(len(every) - len(errors), 'row')}{computed}: nothing was "
                     f"predicted, and in their groups nothing is chosen.")
@@ -193,12 +194,8 @@ def verdicts(found: Sequence[Sequence[Row]]) -> list[str]:
             f"{env['ranks']} ranks, {group}: a planner chooses {names[0]}, "
             f"{100 * slower:.0f} % slower than the fastest measured of {len(rows)}"
             f"{f', {names[1]}' * (chosen is not best)}; the goal is {100 * GOAL_CHOICE:.0f} %, "
-            f"{_met(slower <= GOAL_CHOICE)}.")
+            f"{MET[slower <= GOAL_CHOICE]}.")
     return said
-
-
-def _met(met: bool) -> str:
-    return "met" if met else "MISSED"
 
 
 def _notes(rows: Sequence[Row]) -> list[str]:

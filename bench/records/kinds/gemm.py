@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from bench.records.kinds import Derived, each, medians
 from bench.document import Column, Notes, Part, make_table, spread
+from bench.records.kinds import Derived, each, medians
 from bench.records.measurements import Measurements, list_places
 from bench.records.notes import counted, describe_machine
 

@@ -63,26 +63,17 @@ def _counted(name: str, side: int) -> Callable[[Place], float]:
     return read
 
 
-def _beside(at: Place) -> str:
-    """Return the name of the other side, "-" without one."""
-    return str(at.record.scales["kind"][2]) if at["reference"] != "none" else "-"
-
-
-def _keep(at: Place) -> str:
-    """Return which gathered operands the layer keeps."""
-    return str(at.record.configuration.get("keep", "-"))
-
-
 COUNTED = "calls and words of a rank, mean"
 OVERLAP, PEAK = "with overlap", "peak memory of a rank"
 COLUMNS = [
     Column("hidden", of=lambda at: int(at["hidden"])),
     Column("", "scheme, grid", of=lambda at: f"{at['scheme']} {at['grid']}"),
-    Column("keep", of=_keep),
+    Column("keep", of=lambda at: str(at.record.configuration.get("keep", "-"))),
     Column("layer", "(s)", of=_took(0), form=".3f"),
     Column("rate", "(GFLOP/s)", of=lambda at: at("flops") / _took(0)(at) / 1e9, form=".1f"),
     Column("products", "alone (s)", of=_took(1), form=".3f"),
-    Column("beside", of=_beside),
+    Column("beside", of=lambda at: (
+        str(at.record.scales["kind"][2]) if at["reference"] != "none" else "-")),
     Column("other", "(s)", of=_took(2), form=".3f"),
     *spread(lambda at: at("ratio")[2], ".3f", "other / layer", units=("", "95 %", "95 %")),
     Column("calls", "", COUNTED, of=_counted("calls", 0), form=".1f"),

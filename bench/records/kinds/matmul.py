@@ -54,14 +54,10 @@ def tables(records: Sequence[Measurements]) -> list[Part]:
             Notes("About these products:", _notes(records))]
 
 
-def _words(at: Place) -> int:
-    return int(at("words").max())
-
-
 def _over_bound(at: Place) -> float:
     """Return the words over the bound; NaN where it is 0, or an operand has copies."""
     least = at("least_words")
-    return _words(at) / least if least > 0 and not _copied(at) else math.nan
+    return at("words").max() / least if least > 0 and not _copied(at) else math.nan
 
 
 def _copied(at: Place) -> list[str]:
@@ -85,7 +81,8 @@ COLUMNS = [
     *spread(lambda at: at("efficiency"), ".3f", "efficiency", units=("", "95 %", "95 %")),
     Column("ceiling", of=lambda at: at("ceiling")[0], form=".3f"),
     Column("of the", "ceiling", of=lambda at: at("share_of_the_ceiling")[0], form=".3f"),
-    Column("words", "counted", of=_words), Column("over the", "bound", of=_over_bound, form=".3f")]
+    Column("words", "counted", of=lambda at: int(at("words").max())),
+    Column("over the", "bound", of=_over_bound, form=".3f")]
 
 
 def _notes(records: Sequence[Measurements]) -> list[str]:

@@ -84,6 +84,9 @@ def _notes(record: Measurements) -> list[str]:
     chosen, env = record.configuration, record.environment
     tokens = int(chosen["batch"]) * int(chosen["seq"])
     speed, began = record.values("tokens_per_second"), chosen["began"]
+    checked = [f"{check.quantity} to {check.error:.1g} (at most {check.tolerance:g})"
+               for check in record.checks
+               if check.quantity == "loss" or check.quantity.startswith("gradient")]
     notes = [
         f"{counted(chosen['layers'], 'layer')}, hidden {chosen['hidden']}, "
         f"{counted(chosen['heads'], 'head')}; batches of {chosen['batch']} x {chosen['seq']} "
@@ -99,7 +102,7 @@ def _notes(record: Measurements) -> list[str]:
         f"validation, checkpoints and verification are not timed.",
         "Training loss: mean of the last 10 steps, each before its step. Validation loss: mean "
         f"over up to {chosen['validation_batches']} batches of the held-out end of the text.",
-        f"Verified before the first step: {', '.join(_checked(record))}, relative to a model in "
+        f"Verified before the first step: {', '.join(checked)}, relative to a model in "
         f"NumPy alone, float64."]
     if env["oversubscribed"]:
         notes.append(CROWDED)
@@ -147,9 +150,3 @@ def _experts(record: Measurements) -> str:
             f"{100 * dropped:.1f} % of the choices were dropped, and the entropy of the experts' "
             f"shares was at least {entropy:.3f} of that of equal ones in every layer. The "
             f"training loss has the routers' losses in it, the validation loss has not.")
-
-
-def _checked(record: Measurements) -> list[str]:
-    return [f"{check.quantity} to {check.error:.1g} (at most {check.tolerance:g})"
-            for check in record.checks
-            if check.quantity == "loss" or check.quantity.startswith("gradient")]

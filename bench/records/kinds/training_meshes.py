@@ -60,7 +60,9 @@ def tables(record: Measurements) -> list[Part]:
         *(Column(name, "", "pairs of other experts",
                  of=lambda at, name=name: int(at(f"{name}_difference")))
           for name in ROUTED if f"{name}_difference" in record.variables),
-        Column("bits", of=_bits), Column("equal to", align="<", of=_other)]
+        Column("bits", of=lambda at: _other(at) and (
+            "equal" if at("bitwise") == 1 else "DIFFERENT")),
+        Column("equal to", align="<", of=_other)]
     return [make_table("The same training on several meshes", columns,
                        list_places(record, "mesh")), Notes("About these:", _notes(record))]
 
@@ -69,10 +71,6 @@ def _other(at: Place) -> str:
     """Return the mesh that a mesh must be equal to; "" for itself."""
     name = str(at["equal_to"]).split("; ")[at.at["mesh"]]
     return "" if name == at["mesh"] else name
-
-
-def _bits(at: Place) -> str:
-    return "" if not _other(at) else "equal" if at("bitwise") == 1 else "DIFFERENT"
 
 
 def _notes(record: Measurements) -> list[str]:

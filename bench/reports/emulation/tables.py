@@ -6,12 +6,12 @@ from typing import Iterable, Sequence
 import numpy as np
 
 from bench.cases.paper import BASELINES, HEADINGS, PROPOSED, Row, load_tables, title
+from bench.document import (Cell, Column, Notes, Number, Part, Table, make_table, number_cell,
+                            spread)
 from bench.errors import UsageError
 from bench.records.folder import Results
 from bench.reports import over_runs
 from bench.reports.emulated import waited_rows
-from bench.document import (Cell, Column, Notes, Number, Part, Table, make_table, number_cell,
-                            spread)
 from bench.reports.emulation.row import Emulated, of_run
 
 
@@ -37,10 +37,7 @@ def emulated_parts(results: Results) -> list[Part]:
 def emulated_rows(results: Results) -> list[Emulated]:
     """Describe each of `waited_rows`, with the runs that repeat it.
 
-    Raises
-    ------
-    UsageError
-        When the machine of a row is none of the supplied ones.
+    UsageError when the machine of a row is none of the supplied ones.
     """
     return [of_run(row, run, over_runs.repeated_runs(results, row))
             for row, run in waited_rows(results)]

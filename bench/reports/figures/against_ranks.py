@@ -12,7 +12,7 @@ from bench.records.notes import words_note
 from bench.reports import merit
 from bench.reports.figures.by_scheme import (Point, TICKS, draw_closed_form, draw_intervals,
                                              draw_line, make_rank_figure, own_grid,
-                                             scheme_style, write_caption)
+                                             write_caption)
 from bench.reports.figures.style import add_legends, label_plainly, start_at_zero
 from bench.reports.paper_tables import measured_average
 from bench.statistics import Interval, median_interval
@@ -36,7 +36,8 @@ def draw_step_times(results: Results):
             draw_line(measured, scheme, [(p, one.median) for p, one in averages])
             draw_intervals(measured, scheme, [(p, one.low, one.high) for p, one in averages])
         for wrong in (r for r in select_rows(table) if not r.consistent):
-            _correction(published, wrong)
+            draw_line(published, wrong.scheme, [(wrong.gpus, wrong.recomputed)], linestyle="",
+                      markerfacecolor="white", label=f"{title(wrong.scheme)}, recomputed")
         published.set(title=f"{HEADINGS[table]}: published", xlabel="GPUs",
                       ylabel="average step time (s)")
         measured.set(title=f"{HEADINGS[table]}: {_measured(results)}", xlabel="ranks",
@@ -89,18 +90,13 @@ def draw_scaling(results: Results):
                 label_plainly(panel.yaxis, 2.0, (1,))
             else:
                 start_at_zero(panel)
-        share_limits(panels[row])
+        limits = [bound for panel in panels[row] for bound in panel.get_ylim()]
+        for panel in panels[row]:
+            panel.set_ylim(min(limits), max(limits))
     add_legends(figure, panels.flat)
     write_caption(figure, results, "Measured: by the medians of whole steps; bars: by their 95 % "
                   "confidence intervals, with the fewest ranks' median taken as exact.")
     return figure
-
-
-def share_limits(panels) -> None:
-    """Give panels beside each other the same vertical axis, which spans the limits of all."""
-    limits = [bound for panel in panels for bound in panel.get_ylim()]
-    for panel in panels:
-        panel.set_ylim(min(limits), max(limits))
 
 
 def draw_words(results: Results):
@@ -191,10 +187,3 @@ def grids_between(scheme: str) -> list[GridShape]:
     known = registry().get(scheme)
     ranks = range(TICKS[0], TICKS[-1] + 1) if known else ()
     return [grid for count in ranks if (grid := own_grid(known, count)) is not None]
-
-
-def _correction(panel, row: Row) -> None:
-    """Draw the average step time recomputed from the row's times, beside a wrong printed one."""
-    colour, marker = scheme_style(row.scheme)
-    panel.plot(row.gpus, row.recomputed, marker=marker, color=colour, markerfacecolor="white",
-               linestyle="", label=f"{title(row.scheme)}, recomputed")

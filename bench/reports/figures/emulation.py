@@ -10,9 +10,9 @@ from bench.reports import emulated, over_runs
 from bench.reports.emulation.row import Emulated
 from bench.reports.emulation.tables import MARK, emulated_rows, group_rows
 from bench.reports.figures.against_ranks import counted_words
-from bench.reports.figures.labels import Label, place_labels
 from bench.reports.figures.by_scheme import (Point, TICKS, draw_intervals, draw_line,
                                              make_rank_figure)
+from bench.reports.figures.labels import Label, place_labels
 from bench.reports.figures.style import LeftOut, label_handles, label_plainly
 
 # Read from the last row of a room: larger than the figures of a report.
@@ -30,10 +30,7 @@ MARGIN = 1.12    # factor by which an axis extends above and below the data
 def comparable_rows(results: Results) -> list[Emulated]:
     """Return the emulated rows of results, of one cluster, machine and scale.
 
-    Raises
-    ------
-    LeftOut
-        When the machine is unknown, or rows were emulated at several scales.
+    LeftOut when the machine is unknown, or rows were emulated at several scales.
     """
     try:
         groups = group_rows(emulated_rows(results))
@@ -52,10 +49,7 @@ def draw_emulated(results: Results):
     span the same ratio, so that equal slopes and gaps are equal ratios. At the most ranks labels
     give each scheme's multiple of 3-D, where there is room.
 
-    Raises
-    ------
-    LeftOut
-        When the machine is unknown, or rows were emulated at several scales.
+    LeftOut when the machine is unknown, or rows were emulated at several scales.
     """
     from matplotlib import rc_context
     from matplotlib.ticker import EngFormatter

@@ -10,8 +10,8 @@ import numpy as np
 from bench.cases.paper import HEADINGS, PAPER
 from bench.cases.selection import select_rows
 from bench.prediction import machine_model, memory_fit, planner
-from bench.prediction.published import paper_fit
 from bench.prediction.closed_form_plan import Plan, screen_grid
+from bench.prediction.published import paper_fit
 from bench.prediction.published.scaling import (Curves, average_step_time, find_crossovers,
                                                 plan_families, strong_sizes, weak_sizes)
 from bench.reports.figures import style

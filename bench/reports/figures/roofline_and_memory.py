@@ -10,9 +10,9 @@ from bench.records.folder import Results
 from bench.records.model_run import Run
 from bench.reports import merit, time_parts
 from bench.reports.figures.against_ranks import measured_runs, step_rate
-from bench.reports.figures.labels import Label, places_beside, place_labels
 from bench.reports.figures.by_scheme import (Point, draw_closed_form, draw_line, make_rank_figure,
                                              scheme_label, scheme_style, write_caption)
+from bench.reports.figures.labels import Label, places_beside, place_labels
 from bench.reports.figures.style import (LeftOut, add_legends, label_plainly, make_figure,
                                          start_at_zero)
 from bench.reports.merit_rows import most_bytes
@@ -30,10 +30,7 @@ def draw_roofline(results: Results):
     A rank that multiplies has a core to itself as often as others wait, so its rate is compared
     with one rank alone, and the rate of a step with that of a rank when all work at once.
 
-    Raises
-    ------
-    LeftOut
-        When no run was traced and has the machine's peaks.
+    LeftOut when no run was traced and has the machine's peaks.
     """
     lie = {key: at for key, run in results.runs.items() if (at := roofline_point(run))}
     if not lie:
@@ -130,10 +127,7 @@ def _roofline_legend(figure, schemes: list[str]) -> None:
 def draw_memory(results: Results):
     """Draw the memory that a rank keeps beside its closed form, and its peak beside a dry run's.
 
-    Raises
-    ------
-    LeftOut
-        When no run has its memory.
+    LeftOut when no run has its memory.
     """
     if not any("memory" in run.groups for run in results.runs.values()):
         raise LeftOut(f"{NOT_RECORDED} its memory")

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from bench.cases.paper import HEADINGS, PROPOSED, title
 from bench.records.folder import Results
 from bench.reports.emulation.tables import MARK, speed_ups_table
-from bench.reports.figures.emulation import DARK, comparable_rows
 from bench.reports.figures.by_scheme import scheme_style
+from bench.reports.figures.emulation import DARK, comparable_rows
 from bench.reports.figures.style import LIGHT_GREY, LeftOut, make_figure
 
 SIZE = (16, 9)    # inches
@@ -34,10 +34,7 @@ class SpeedUp:
 def draw_talk(results: Results):
     """Draw the seconds of other schemes as multiples of 3-D's; the title is what they show.
 
-    Raises
-    ------
-    LeftOut
-        As in `emulation.comparable_rows`, and without a speed-up.
+    LeftOut as in `emulation.comparable_rows`, and without a speed-up.
     """
     from matplotlib import rc_context
     rows = comparable_rows(results)

@@ -38,10 +38,7 @@ def trace_drawing(path: str | Path) -> Drawing:
 def draw_trace(document: dict[str, Any]):
     """Draw the spans of each track, coloured by their part of the time, inner ones on top.
 
-    Raises
-    ------
-    LeftOut
-        When there are none.
+    LeftOut when there are none.
     """
     lanes = lanes_of(document["traceEvents"])
     pieces = [piece for lane in lanes.values() for piece in lane]

@@ -2,9 +2,9 @@
 
 from typing import Sequence
 
+from bench.document import Column, Notes, Table, number_cell
 from bench.prediction.closed_form_plan import Plan
 from bench.prediction.planner import bound_regime
-from bench.document import Column, Notes, Table, number_cell
 from mm3d import ModelSizes
 from mm3d.model import cost
 from mm3d.schemes import find_scheme

@@ -6,8 +6,8 @@ from typing import Sequence
 from bench.document import Cell, Column, Notes, Part, Table, number_cell
 from bench.prediction.machine_model import Machine
 from bench.prediction.meshes.rules_of_thumb import PLAIN, Rule, Rules, Tested
-from bench.prediction.training_plans.search import TrainingPlan
 from bench.prediction.pipelines.training_step import SHARES
+from bench.prediction.training_plans.search import TrainingPlan
 from bench.reports.plans.training_plans import GIB, LIMITS, choice_cells, choice_columns, rates
 
 

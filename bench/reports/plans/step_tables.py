@@ -7,9 +7,9 @@ import numpy as np
 
 from bench.document import Column, Notes, Part, Table, make_table
 from bench.prediction.machine_model import Machine
+from bench.prediction.pipelines.training_step import SHARES
 from bench.prediction.published.published_steps import Outcome, choices
 from bench.prediction.seconds import TERMS
-from bench.prediction.pipelines.training_step import SHARES
 from bench.records.notes import counted
 
 COLUMNS = [

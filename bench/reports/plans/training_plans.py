@@ -5,11 +5,11 @@ import shlex
 from typing import Sequence
 
 from bench.document import Cell, Column, Notes, Part, Table, number_cell
+from bench.prediction.pipelines.training_step import SHARES
 from bench.prediction.training_plans.choices import Choice, Training
 from bench.prediction.training_plans.dimensions import DIMENSIONS, inside_nodes, pruned
 from bench.prediction.training_plans.screening import KEPT
 from bench.prediction.training_plans.search import Found, TrainingPlan
-from bench.prediction.pipelines.training_step import SHARES
 
 GIB = 2 ** 30
 IN_FLIGHT = 8    # sums over replicas, in the options of train

@@ -4,14 +4,14 @@ import argparse
 from fractions import Fraction
 from functools import partial
 
+from bench.command_line import options, schedule_types
+from bench.command_line.number_types import fraction, fractions
+from bench.document import Notes
 from bench.errors import UsageError, as_usage_error
 from bench.prediction.pipelines import schedule_costs
 from bench.prediction.pipelines.schedule_costs import Pipeline
 from bench.reports import schedule_tables
-from bench.document import Notes
 from bench.reports.figures import style
-from bench.command_line import options, schedule_types
-from bench.command_line.number_types import fraction, fractions
 from mm3d.console import say
 from mm3d.training.schedules import format_schedule, registry
 from mm3d.training.schedules.builders import check_request

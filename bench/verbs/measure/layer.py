@@ -51,7 +51,11 @@ def run(arguments: argparse.Namespace, comm) -> int:
                              f"least 1 feature, and --hidden a multiple of it, would do")
     if arguments.overlap:
         check_overlap(arguments.scheme)
-    beside = library_of(arguments)
+    if arguments.torch and arguments.colossal:
+        raise UsageError(f"--torch {arguments.torch} --colossal {arguments.colossal}: a layer is "
+                         f"measured beside one of them")
+    beside = next((one for one in ((PYTORCH, arguments.torch), (COLOSSAL, arguments.colossal))
+                   if one[1]), None)
     chosen = {"keep": arguments.keep} if arguments.keep else {}
     apart = {"overlap": False} if arguments.scheme in schemes_with_option("overlap") else {}
     measuring.check_model_memory(1, max(arguments.hidden), arguments.batch * arguments.seq,
@@ -74,12 +78,3 @@ def run(arguments: argparse.Namespace, comm) -> int:
         scheme.grid.free()
         del layer
     return status
-
-
-def library_of(arguments: argparse.Namespace) -> tuple[str, str] | None:
-    """Return what the layer is measured beside; UsageError for two libraries."""
-    if arguments.torch and arguments.colossal:
-        raise UsageError(f"--torch {arguments.torch} --colossal {arguments.colossal}: a layer is "
-                         f"measured beside one of them")
-    given = {PYTORCH: arguments.torch, COLOSSAL: arguments.colossal}
-    return next((one for one in given.items() if one[1]), None)

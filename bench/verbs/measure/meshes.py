@@ -17,8 +17,8 @@ from bench.errors import UsageError, as_usage_error
 from bench.experiments.rows.dilation import Dilation, set_links
 from bench.experiments.rows.training_row import TrainingSettings, measure_training
 from bench.prediction.machine_model import load_machine
-from bench.prediction.similarity import emulating_machine, work_scale
 from bench.prediction.pipelines.waited_step import find_machine, predict_waited
+from bench.prediction.similarity import emulating_machine, work_scale
 from bench.records import run_file
 from bench.records.journal import claim_folder
 from bench.records.measurements import Measurements
@@ -51,10 +51,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, comm: Any) -> int:
     """Measure the rows that are named and have as many ranks as the job.
 
-    Raises
-    ------
-    UsageError
-        When a name is unknown, no row has that many ranks, or options contradict each other.
+    UsageError when a name is unknown, no row has that many ranks, or options contradict each
+    other.
     """
     named = cases_by_name(arguments.names)
     cases = [one for one in named if one.ranks == comm.size]

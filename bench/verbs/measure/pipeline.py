@@ -8,21 +8,21 @@ from functools import partial
 from pathlib import Path
 
 from bench.cases.variants import WORK
-from bench.errors import WrongResult, as_usage_error
-from bench.experiments.pipeline.action_trace import make_action_trace
-from bench.experiments.pipeline.measured import measure_pipeline
-from bench.experiments.pipeline.subject import PipelineCase, make_pipeline_case
-from bench.experiments.pipeline.reference import refuse_pipeline
-from bench.instruments import chrome_trace
-from bench.records.journal import claim_folder
-from bench.records.measurements import Measurements
-from bench.reports.figures import style
-from bench.reports.micro_tables import make_parts
 from bench.command_line import measuring, options, schedule_types
 from bench.command_line.number_types import fractions
 from bench.command_line.publish import (check_pictures, check_trace_file, publish,
                                         report_failure)
 from bench.command_line.scheme_options import add_scheme
+from bench.errors import WrongResult, as_usage_error
+from bench.experiments.pipeline.action_trace import make_action_trace
+from bench.experiments.pipeline.measured import measure_pipeline
+from bench.experiments.pipeline.reference import refuse_pipeline
+from bench.experiments.pipeline.subject import PipelineCase, make_pipeline_case
+from bench.instruments import chrome_trace
+from bench.records.journal import claim_folder
+from bench.records.measurements import Measurements
+from bench.reports.figures import style
+from bench.reports.micro_tables import make_parts
 from mm3d import Mesh, ModelSizes
 from mm3d.console import say
 from mm3d.schemes import find_scheme
@@ -134,10 +134,7 @@ def list_cases(arguments: argparse.Namespace) -> list[PipelineCase]:
 def find_waits(arguments: argparse.Namespace) -> tuple[Fraction, ...] | None:
     """Return the seconds of F, B and W with ``--work wait``, None without.
 
-    Raises
-    ------
-    ValueError
-        When an option is given that has no effect on this kind of work.
+    ValueError when an option is given that has no effect on this kind of work.
     """
     waits = arguments.work == "wait"
     for name, given in (("times", arguments.times), ("unit", arguments.unit)):

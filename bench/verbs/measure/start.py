@@ -2,9 +2,9 @@
 
 import argparse
 
-from bench.experiments.startup import CALLS, FailedJob, PHASES, check_cubes, measure_start
-from bench.document import Column, Notes, Part, Rows, Table
 from bench.command_line import options
+from bench.document import Column, Notes, Part, Rows, Table
+from bench.experiments.startup import CALLS, FailedJob, PHASES, check_cubes, measure_start
 from mm3d import launcher
 from mm3d.console import complain
 

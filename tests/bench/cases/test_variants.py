@@ -13,6 +13,7 @@ from bench.cases.case import make_case
 from bench.cases.selection import select_rows
 from bench.cases.variants import Variant
 from bench.checks import against_serial
+from bench.command_line import row_options
 from bench.experiments.rows import resume
 from bench.records import run_file
 from bench.records.folder import results_by_preset, read_folder
@@ -20,7 +21,6 @@ from bench.records.journal import Reproduction
 from bench.reports.figures.every_figure import make_drawings
 from bench.reports.formats import render
 from bench.reports.paper_tables import make_document
-from bench.command_line import row_options
 from jobs import scripts, site, standings as books
 from jobs.__main__ import main as jobs_main
 from jobs.scripts import Work

@@ -4,10 +4,10 @@ import os
 import sys
 from pathlib import Path
 
+import numpy as np
 from bench.instruments.wire import WireRecorder
 from mm3d import launcher
 from mpi4py import MPI
-import numpy as np
 
 BYTES = int(sys.argv[1])
 world = MPI.COMM_WORLD

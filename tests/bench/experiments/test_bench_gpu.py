@@ -193,7 +193,7 @@ def test_what_is_wrong_by_a_thousandth_gets_no_times(tmp_path, monkeypatch, caps
     assert not any(capsys.readouterr())
     if part == "gemm":
         assert gpu.run(arguments(tmp_path, "numpy", "--part", part), MPI.COMM_SELF) == 1
-        said = capsys.readouterr().out
+        said = capsys.readouterr().err
         assert f"failed: gpu-{part}: " in said and "no times were written" in said
         assert not list(tmp_path.glob("*.h5"))
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
+import planted
 from bench.__main__ import main
 from bench.errors import UsageError
 from bench.experiments.dump import names
@@ -26,7 +27,6 @@ from bench.experiments.dump.places import LOSS, Place, in_order
 from bench.experiments.dump.telling import tell_both
 from bench.experiments.dump.tensor_files import read_tensors
 from bench.experiments.dump.verdicts import judge, program_of, start_of
-import planted
 from planted import write_tensors
 from planted_faults import FAULTS as SIMPLE
 from reported_faults import REPORTED

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
+import planted
 from bench.__main__ import parser
 from bench.experiments.dump.computation import compute_alone
 from bench.experiments.dump.envelopes import (ALARMS, SAMPLES, Distance, exceeded, measure_norm,
@@ -15,7 +16,6 @@ from bench.experiments.dump.places import LOSS, Place
 from bench.experiments.dump.roundings import Program, Rounder, _round_angles, imitate
 from bench.experiments.dump.verdicts import judge
 from mm3d.model.rotary import frequencies
-import planted
 from support import run_ranks
 
 pytest.importorskip("safetensors", reason="safetensors is not installed")

@@ -6,7 +6,6 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from bench.records.kinds import pipeline as derived
 import mm3d
 from bench.errors import WrongResult
 from bench.experiments.pipeline import subject
@@ -15,6 +14,7 @@ from bench.experiments.pipeline.measured import measure_pipeline
 from bench.instruments.chrome_trace import find_problems
 from bench.instruments.timing import Limits
 from bench.records import run_file
+from bench.records.kinds import pipeline as derived
 from bench.reports.figures import measured_timelines
 from bench.validation.files import check_file
 from mm3d import ModelSizes

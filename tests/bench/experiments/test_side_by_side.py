@@ -3,10 +3,10 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
+from bench.errors import UsageError, WrongResult
 from bench.experiments.products import side_by_side
 from bench.experiments.products.matmul import Limits, check_results
 from bench.experiments.products.problem import Problem, product_grid
-from bench.errors import UsageError, WrongResult
 from bench.records import run_file
 from bench.records.folder import read_folder
 from bench.records.kinds.products import copied_operands, record_grids

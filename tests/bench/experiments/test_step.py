@@ -7,10 +7,10 @@ from bench.experiments.training import beside
 from bench.experiments.training.timed_step import PARTS, TimedTraining
 from bench.instruments.timing import Limits
 from bench.statistics import elapsed
+from made_up_torch import make_up
 from mm3d.config import Config, Division, Model
 from mm3d.training.gpt import GPT
 from records import format_record, written
-from made_up_torch import make_up
 from refused import refused
 
 CASE = Model(layers=1, hidden=8, heads=2, vocab=12, batch=4, seq=6)

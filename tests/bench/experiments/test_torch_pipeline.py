@@ -7,17 +7,17 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from bench.records.kinds import pipeline as derived
 import mm3d
 from bench.errors import UsageError, WrongResult
 from bench.experiments.pipeline import subject
 from bench.experiments.pipeline.measured import measure_pipeline
 from bench.experiments.pipeline.reference import TorchPipeline
 from bench.instruments.timing import Limits
+from bench.records.kinds import pipeline as derived
+from made_up_torch import make_up
 from mm3d import ModelSizes
 from mm3d.training.schedules import Times, build, clock
 from records import format_record, written
-from made_up_torch import make_up
 from refused import refused
 
 SIZES = ModelSizes(layers=2, hidden=8, heads=2, batch=2, seq=2)

@@ -15,9 +15,9 @@ from bench.__main__ import main, parser
 from bench.errors import StoreError, UsageError, WrongResult
 from bench.experiments.training import comparison, history, plain_gpt, record, trainer
 from bench.experiments.training.history import History
-from bench.experiments.training.record import expected_peak_bytes
 from bench.experiments.training.meshes import count_ranks, list_mesh_cases, reference_of
 from bench.experiments.training.plan import Plan
+from bench.experiments.training.record import expected_peak_bytes
 from bench.experiments.training.rounding_bounds import rounding_bounds
 from bench.experiments.training.text import read_text
 from bench.experiments.training.trainer import Course, TrainingEnd, Training
@@ -27,8 +27,8 @@ from bench.records.measurements import Check
 from bench.reports.figures import training as figures
 from bench.reports.micro_tables import make_parts
 from bench.verbs import train
-from mm3d.config import Division
 from mm3d import schemes
+from mm3d.config import Division
 from mm3d.training import optimizers
 from mm3d.training.gpt import GPT
 from records import format_record, only_record, written
@@ -159,7 +159,7 @@ def test_float16_that_ends_with_a_loss_of_nan_fails_with_all_of_it_saved(tmp_pat
     options = ("train --layers 1 --hidden 8 --heads 2 --batch 4 --seq 6 --steps 3 --dtype float16 "
                "--lr 5000 --clip 0 --checkpoints").split()
     assert main([*options, str(tmp_path / "saved"), "--out", str(tmp_path)]) == 1
-    text = capsys.readouterr().out
+    text = capsys.readouterr().err
     assert re.search(r"^failed: train-.*: the loss after 3 steps is not finite, .*: a lower --lr "
                      r"than 5000 would do, or a --clip above 0$", text, re.M)
     assert (tmp_path / "saved" / "step-00000003").is_dir()

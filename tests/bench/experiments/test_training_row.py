@@ -16,18 +16,18 @@ from bench.experiments.rows.settings import ModelledWork
 from bench.experiments.training.timed_step import draw_batch
 from bench.instruments.timing import Limits
 from bench.prediction.machine_model import Curve, load_machine
+from bench.prediction.pipelines.waited_step import PARTS, find_machine, predict_waited
 from bench.prediction.seconds import collective_terms, work_seconds
 from bench.prediction.similarity import emulating_machine
-from bench.prediction.pipelines.waited_step import PARTS, find_machine, predict_waited
 from bench.records import run_file
 from bench.records.folder import read_folder
 from bench.records.kinds import combined as kind
 from bench.reports.figures.every_figure import draw_figures
+from machine_files import format_machine
 from mm3d import launcher
 from mm3d.config import Config, Division, Model
 from mm3d.tracing.events import Collective
 from mm3d.tracing.trace import Trace
-from machine_files import format_machine
 from records import computed_step, format_tables, waited_step
 
 SIZES = {"layers": 4, "hidden": 16, "heads": 4, "batch": 8, "seq": 4, "vocab": 24}

@@ -6,6 +6,7 @@ import pytest
 
 import mm3d
 from bench.__main__ import main, parser
+from bench.command_line.publish import check_trace_file
 from bench.errors import StoreError, UsageError
 from bench.experiments.products.problem import Problem, product_grid
 from bench.instruments import chrome_trace, step_tracing, timing
@@ -15,7 +16,6 @@ from bench.records import run_file
 from bench.records.journal import Journal
 from bench.reports.figures import style, trace
 from bench.verbs import run
-from bench.command_line.publish import check_trace_file
 from mm3d.tracing.events import PHASES
 from models import SIZES, Parallelism
 from support import ROOT, run_ranks

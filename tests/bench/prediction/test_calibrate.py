@@ -239,7 +239,7 @@ def test_what_is_wrong_makes_no_machine(comm, shared_tmp_path, capsys):
     path = shared_tmp_path / "here.toml"
     assert verb.calibrate(Namespace(out=str(path), samples=None), comm, wrong) == 1
     assert not path.exists()
-    assert capsys.readouterr().out == (comm.rank == 0) * (
+    assert capsys.readouterr().err == (comm.rank == 0) * (
         "failed: calibrate: exp of 16 elements is not 1.64872; no file was written\n")
 
 

@@ -115,16 +115,6 @@ def with_directions(directions: str = "dxyz", row=ROW):
     return run
 
 
-def test_a_record_keeps_its_directions(tmp_path):
-    run = with_directions()
-    found = run_file.read_run(run_file.write_run(run, tmp_path, "a"))
-    assert found.directions == ("d", "x", "y", "z")
-    assert found.grid == GridShape("dxyz", (8, 1, 1, 1))
-    for name, values in run.traffic.items():
-        np.testing.assert_array_equal(found.traffic[name], values)
-    np.testing.assert_array_equal(found.expected_words, run.expected_words)
-
-
 def test_parts_and_figures_of_merit_have_every_direction(tmp_path):
     run = run_file.read_run(run_file.write_run(with_directions(), tmp_path, "a"))
     assert time_parts.mean_parts(run)["forward"] == {

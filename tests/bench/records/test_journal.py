@@ -16,12 +16,12 @@ from bench.cases.case import make_case
 from bench.cases.selection import select_rows
 from bench.cases.variants import Variant
 from bench.errors import UsageError
+from bench.errors import StoreError
 from bench.experiments.rows import reproduction, resume
 from bench.records import journal
 from bench.records.journal import Journal
 from bench.verbs import reproduce as reproduce_verb, run
 from kills import kill_and_go_on, started
-from bench.errors import StoreError
 from support import run_python, run_ranks
 
 FORK = multiprocessing.get_context("fork")

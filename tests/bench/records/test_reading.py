@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from bench.__main__ import main
+from bench.cases.case import make_case
 from bench.cases.selection import select_rows
 from bench.cases.variants import Variant
 from bench.errors import Unreadable
@@ -19,7 +20,6 @@ from bench.records.folder import read_runs
 from bench.verbs import validate
 from jobs import scripts, site, standings
 from jobs.__main__ import main as jobs_main
-from bench.cases.case import make_case
 from records import draw_only, made_up
 
 ROW = make_case(select_rows("weak", "3d")[0], "laptop")

@@ -1,6 +1,5 @@
 """Files: complete or not there, readable by others, and never lost."""
 import multiprocessing
-import os
 import random
 import re
 import time
@@ -144,15 +143,6 @@ def test_a_kill_at_any_moment_loses_nothing_finished(tmp_path):
     assert {p.name for p in tmp_path.glob("*.h5")} >= set(finished)
     for path in tmp_path.glob("*.h5"):
         run_file.read_run(path)
-
-
-def test_a_failed_flush_leaves_nothing(tmp_path, monkeypatch):
-    def full(descriptor):
-        raise OSError(28, "No space left on device")
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(StoreError, match="No space left on device"):
-        run_file.write_run(made_up(ROW), tmp_path, "a")
-    assert not list(tmp_path.iterdir())
 
 
 def test_folders_are_made_and_must_be_writable(tmp_path):

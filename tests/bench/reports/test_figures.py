@@ -9,10 +9,10 @@ from bench.__main__ import main
 from bench.cases.case import make_case
 from bench.cases.paper import TITLES
 from bench.cases.selection import select_rows
+from bench.document import Notes
 from bench.records import run_file
 from bench.records.folder import read_folder
 from bench.reports import paper_tables
-from bench.document import Notes
 from bench.reports.figures import (against_ranks, by_scheme, every_figure, experts,
                                    roofline_and_memory, style, time_shares)
 from bench.reports.merit_rows import merit_table

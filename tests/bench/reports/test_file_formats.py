@@ -6,10 +6,10 @@ import pytest
 
 from bench.__main__ import main
 from bench.errors import UsageError
-from bench.reports.file_formats import HEAD, describe_fields
 from bench.prediction.machine_model import Achieved, Curve, Level, Line, Machine
-from bench.prediction.model_file import ModelFile, load_model
 from bench.prediction.meshes.rules_of_thumb import Rule, Rules, load_rules
+from bench.prediction.model_file import ModelFile, load_model
+from bench.reports.file_formats import HEAD, describe_fields
 
 FORMATS = (Machine, Level, Achieved, Curve, Line, ModelFile, Rules, Rule)
 

@@ -11,10 +11,10 @@ import pytest
 
 from bench.__main__ import main
 from bench.cases.paper import load_tables
+from bench.document import Column, Notes, Number, Table
 from bench.records import run_file
 from bench.records.measurements import Measurements, Variable
 from bench.reports import formats, micro_tables
-from bench.document import Column, Notes, Number, Table
 from bench.reports.formats import render
 from mm3d.tracing import dry_run
 from records import format_tables, invented, made_up, matmul_record
@@ -113,24 +113,6 @@ def test_the_verb_prints_all_rows_in_every_format(tmp_path, capsys, form):
 
 
 DRY = ("dry", "--ranks", "8", "--hidden", "64", "--layers", "2", "--machine", "cpu")
-PLAN = ("plan", "--ranks", "8", "--hidden", "64", "--layers", "2", "--top", "4")
-
-
-@pytest.mark.slow_but_first
-@pytest.mark.parametrize("command, titles, form", [
-    *((DRY, ["A step of this rank", "Memory of this rank", "Predicted seconds"], form)
-      for form in formats.FORMATS),
-    (PLAN, ["Schemes and grids by predicted step time"], "csv")])
-def test_plans_and_dry_runs_have_every_format(capsys, command, titles, form):
-    """Those of a dry run in each, and those of a plan in one of them."""
-    assert main([*command, "--format", form]) == 0
-    out = capsys.readouterr().out
-    assert all(title in out for title in titles)
-    assert r"\begin{tabular}" in out if form == "latex" else r"\begin" not in out
-    if form == "csv":
-        rows = list(csv.DictReader(io.StringIO(out)))
-        assert {row["table"].partition(" (")[0].partition(":")[0] for row in rows} >= {*titles}
-        assert all(None not in row for row in rows)
 
 
 @pytest.mark.parametrize("command, tables", [

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from PIL import Image
 from matplotlib.figure import Figure
 from matplotlib.text import Text
+from PIL import Image
 
 import bench
 from bench.cases.selection import select_rows

@@ -11,9 +11,9 @@ import pytest
 from bench.__main__ import main
 from bench.cases.paper import load_tables, title
 from bench.cases.selection import select_rows
+from bench.document import Notes
 from bench.records import run_file
 from bench.records.folder import read_folder
-from bench.document import Notes
 from bench.reports.page import warning_notes, write_page
 from records import draw_only, made_up, matmul_record, write_all
 
