@@ -28,7 +28,7 @@ def choose_preset(arguments: argparse.Namespace,
     refusal : callable
         Returns why MPI does not work in a cluster; "" if it does.
 
-    StoreError when the journal of the folder cannot be read.
+    Raises StoreError when the journal of the folder cannot be read.
     """
     told = [f"--{name.replace('_', '-')}" for name in TELLING if getattr(arguments, name)]
     library = arguments.backend or os.environ.get("MM3D_BACKEND") or "numpy"
@@ -51,7 +51,7 @@ def choose_preset(arguments: argparse.Namespace,
 def begun_preset(folder: Path) -> str:
     """Return the preset of the reproduction that was begun and not ended in a folder; "" if none.
 
-    StoreError when its journal cannot be read.
+    Raises StoreError when its journal cannot be read.
     """
     path = folder / journal.NAME
     try:

@@ -29,8 +29,8 @@ def reproduce(arguments: argparse.Namespace, report: Callable[[Path], int]) -> i
     int
         0 when all was measured and read, 1 when it was not, 128 plus the number of a signal.
 
-    UsageError for options that these rows do not have, impossible limits, or ranks without a row;
-    StoreError when the results folder cannot be written, or is in use.
+    Raises UsageError for options that these rows do not have, impossible limits, or ranks without
+    a row; StoreError when the results folder cannot be written, or is in use.
     """
     refuse_options(vars(arguments))
     known = sorted({one.ranks for one in list_cases()})

@@ -71,7 +71,8 @@ def add_choice(parser: argparse.ArgumentParser, capacity: float | None,
                known: dict[str, tuple[str, dict[str, Any], str]] = CHOICE) -> None:
     """Add the options that say how tokens choose experts, and which tokens these take.
 
-    `capacity` is the default, also to be given to `experts_from`.
+    `capacity` is the default, also to be given to `experts_from`; `known` are options as those of
+    `CHOICE`.
     """
     said = "none" if capacity is None else f"{capacity}; none with --convention huggingface"
     for name, (_, how, about) in known.items():
@@ -97,7 +98,7 @@ def add_expert_parallel(parser: argparse.ArgumentParser, default: int | None = 1
 def experts_of(arguments: argparse.Namespace) -> Experts | None:
     """Return the experts that the options of `add_layers` ask for; None for none.
 
-    UsageError when they are not possible, or would do nothing.
+    Raises UsageError when they are not possible, or would do nothing.
     """
     if arguments.experts is not None:
         return experts_from(arguments, Experts.capacity)
@@ -111,7 +112,7 @@ def experts_from(arguments: argparse.Namespace, capacity: float | None,
                  **more: Any) -> Experts:
     """Return ``--experts`` experts, with the options that were given and defaults for the others.
 
-    UsageError when they are not possible, or an option would do nothing beside the others.
+    Raises UsageError when they are not possible, or an option would do nothing beside the others.
     """
     given, design = ({field: value for name, (field, *_) in known.items()
                       if (value := getattr(arguments, name, None)) is not None}

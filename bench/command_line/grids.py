@@ -14,7 +14,7 @@ def model_sizes(layers: int, hidden: int, heads: int | None, batch: int,
                 seq: int) -> ModelSizes:
     """Return the sizes of a Transformer; by default the tables' heads, or heads of 128 features.
 
-    UsageError when the heads do not divide the features.
+    Raises UsageError when the heads do not divide the features.
     """
     if heads is None:
         heads = load_tables().settings.heads.get(hidden) or max(1, hidden // 128)
@@ -30,7 +30,7 @@ def divide_among_replicas(arguments: argparse.Namespace) -> None:
 
     Those of ``--data`` divide both, those of ``--context`` the ranks alone.
 
-    UsageError when the replicas do not divide them.
+    Raises UsageError when the replicas do not divide them.
     """
     data, context = arguments.data or 1, arguments.context or 1
     for name, parts in (("ranks", data * context), ("batch", data)):
@@ -55,8 +55,8 @@ def read_grid(text: str | None, scheme: str, ranks: int, machine: str, stack: St
     trace_of : callable, optional
         Traces a rank of a plan, see `bench.prediction.planner.rank_plans`.
 
-    UsageError when `text` is neither, the scheme has no grid of that many ranks, or there is no
-    such machine or no rate of it for `dtype`.
+    Raises UsageError when `text` is neither, the scheme has no grid of that many ranks, or there
+    is no such machine or no rate of it for `dtype`.
     """
     if text is None:
         return None

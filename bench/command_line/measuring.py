@@ -71,7 +71,7 @@ def limits_of(arguments: argparse.Namespace, defaults: object = None) -> Limits:
     Without `defaults` they are those of `add_repetitions`. Of least and most, one that is given
     alone moves the other's default.
 
-    UsageError when at most fewer repetitions are asked for than at least.
+    Raises UsageError when at most fewer repetitions are asked for than at least.
     """
     chosen = {name: given(arguments, name, defaults or arguments.limits) for name in LIMITS}
     if arguments.max_repetitions is None:
@@ -91,7 +91,7 @@ def given(arguments: argparse.Namespace, name: str, defaults: object) -> Any:
 def one_rank_backend(verb: str, backend: str | None, comm) -> Backend:
     """Return the array library of a verb that measures one rank.
 
-    UsageError when there are more ranks, or no such library.
+    Raises UsageError when there are more ranks, or no such library.
     """
     if comm.size > 1:
         raise UsageError(f"{verb} measures one rank: start it without mpirun")

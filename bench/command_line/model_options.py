@@ -42,7 +42,7 @@ def read_model(arguments: argparse.Namespace) -> ModelFile | None:
     One without experts has those of the options.  All sizes are set as options.  None without
     ``--model``.
 
-    UsageError when there is no such model, or an option says what it says.
+    Raises UsageError when there is no such model, or an option says what it says.
     """
     if arguments.model is None:
         return None

@@ -54,8 +54,8 @@ def add_replicas(parser: argparse.ArgumentParser, what: str) -> None:
 def stage_ranks(arguments: argparse.Namespace) -> int:
     """Return the ranks of a stage, all of them without a pipeline.
 
-    UsageError when the stages do not divide the ranks, or an option of pipelines is given without
-    them.
+    Raises UsageError when the stages do not divide the ranks, or an option of pipelines is given
+    without them.
     """
     check_stages(arguments)
     if arguments.stages is None:
@@ -93,7 +93,7 @@ def build_schedule(arguments: argparse.Namespace) -> Schedule:
 def replicas(arguments: argparse.Namespace) -> dict[str, int | str | None]:
     """Return the fields of `bench.prediction.pipelines.pipeline_model.Replicas`.
 
-    ValueError when the shards do not divide the replicas.
+    Raises ValueError when the shards do not divide the replicas.
     """
     data, context = arguments.data or 1, arguments.context or 1
     check_data(data * context, data, arguments.shards, context)

@@ -117,8 +117,8 @@ def check_pictures(folder: str | None, comm) -> None:
 def check_trace_file(file: str | None, comm, traced: int | None = None) -> str | None:
     """Return the file of ``--trace``, if any, into whose folder rank 0 can write.
 
-    UsageError when no step would be traced; the same StoreError on every rank when its folder
-    cannot be written.
+    Raises UsageError when no step would be traced; the same StoreError on every rank when its
+    folder cannot be written.
     """
     if not file:
         return None

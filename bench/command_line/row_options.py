@@ -248,7 +248,7 @@ def variant(arguments: argparse.Namespace, backend: Backend | None = None) -> Va
 def node_memory(arguments: argparse.Namespace) -> float | None:
     """Return the bytes of ``--node-memory``, infinite for none; None if it is not given.
 
-    UsageError when it is not a size.
+    Raises UsageError when it is not a size.
     """
     if arguments.node_memory is None:
         return None

@@ -79,7 +79,7 @@ def list_steps(out: Path, ranks: int, limit: float, rehearse: bool) -> list[Step
 def select_steps(steps: Sequence[Step], only: str | None) -> list[Step]:
     """Select the steps named in `only`, separated by commas; all of them if it is not given.
 
-    UsageError when a name is unknown.
+    Raises UsageError when a name is unknown.
     """
     names = [step.name for step in steps]
     asked = only.split(",") if only else names

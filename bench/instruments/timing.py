@@ -46,7 +46,7 @@ class Limits:
             raise ValueError(f"repetitions {self.repetitions}: must be at least 1")
         if self.max_repetitions < self.repetitions:
             raise ValueError(f"at most {self.max_repetitions} repetition"
-                             f"{'s' * (self.max_repetitions > 1)}: must be at least the "
+                             f"{'s' * (self.max_repetitions != 1)}: must be at least the "
                              f"{self.repetitions} that are asked for")
         if not self.width > 0 or not self.max_seconds > 0:
             raise ValueError(f"width {self.width:g} and {self.max_seconds:g} seconds: both must "

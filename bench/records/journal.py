@@ -55,7 +55,7 @@ class Journal:
     def claim(self) -> None:
         """Lock the folder for measuring, until this process ends or `close` is called.
 
-        StoreError when another process has locked it.
+        Raises StoreError when another process has locked it.
         """
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -115,7 +115,7 @@ class Journal:
 def append_entry(descriptor: int, entry: dict[str, Any]) -> None:
     """Append a line of JSON to a file, open for reading and appending, by one write, and sync it.
 
-    OSError when the entry was not written completely.
+    Raises OSError when the entry was not written completely.
     """
     line = json.dumps(entry) + "\n"
     end = os.fstat(descriptor).st_size
@@ -228,7 +228,7 @@ def check_folder(folder: str | os.PathLike, option: str = "--out", keep: bool = 
     A folder that it made and that is empty when the program ends is removed, unless `keep`: a
     refused command leaves nothing behind.
 
-    StoreError when files cannot be written in it.
+    Raises StoreError when files cannot be written in it.
     """
     folder = Path(folder)
     try:
@@ -246,7 +246,7 @@ def check_folder(folder: str | os.PathLike, option: str = "--out", keep: bool = 
 def check_file(file: str | os.PathLike, option: str) -> None:
     """Make sure that the file of an `option` can be written, before the work that fills it.
 
-    StoreError when it is a folder, or it or its folder cannot be written.
+    Raises StoreError when it is a folder, or it or its folder cannot be written.
     """
     path = Path(file)
     try:

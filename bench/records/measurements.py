@@ -262,7 +262,7 @@ def read_labels(scale: h5py.Dataset) -> list:
 def read_attribute(item: h5py.HLObject, name: str, default: Any) -> Any:
     """Read an attribute of the type of `default`; `default` if it is missing.
 
-    ValueError when it is of another type, or a list.
+    Raises ValueError when it is of another type, or a list.
     """
     value = item.attrs.get(name, default)
     value = value.item() if isinstance(value, np.generic) else value

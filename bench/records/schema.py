@@ -73,7 +73,8 @@ def _setting_kinds() -> dict[str, str]:
 def check_settings(group: str, settings: Mapping[str, Any], required: Sequence[str]) -> None:
     """Check the settings of a group.
 
-    ValueError when a required one is missing, or one is of another kind or range than its name's.
+    Raises ValueError when a required one is missing, or one is of another kind or range than its
+    name's.
     """
     for name in required:
         if name not in settings:
@@ -126,7 +127,7 @@ def derived(kind: str) -> dict[str, str]:
 def check_needs(kind: str, found: Mapping[str, Any]) -> None:
     """Check that a record also has what its variables and settings, all in `found`, require.
 
-    ValueError when something is missing.
+    Raises ValueError when something is missing.
     """
     common = load()["common"]
     for name, needed in {**common["needs"], **of_kind(kind).get("needs", {})}.items():
@@ -141,8 +142,8 @@ def check_needs(kind: str, found: Mapping[str, Any]) -> None:
 def check_group(kind: str, scales: Mapping[str, Sequence], variables: Mapping[str, Any]) -> None:
     """Check dimensions, labels and numbers of a group of this kind; of any if it is unknown.
 
-    ValueError when a variable is missing, has other dimensions than its name's or not the lengths
-    of its scales, or numbers that cannot be.
+    Raises ValueError when a variable is missing, has other dimensions than its name's or not the
+    lengths of its scales, or numbers that cannot be.
     """
     known, common = of_kind(kind), load()["common"]
     for name in known.get("variables", {}):
@@ -185,7 +186,7 @@ def check_group(kind: str, scales: Mapping[str, Sequence], variables: Mapping[st
 def check_numbers(name: str, values: np.ndarray, signed: bool) -> None:
     """Check that no number is infinite, or below 0 unless `signed`; NaN stands for none.
 
-    ValueError when one is, or `values` are no real numbers.
+    Raises ValueError when one is, or `values` are no real numbers.
     """
     if np.asarray(values).dtype.kind not in "biuf":
         raise ValueError(f"{name} holds no numbers, but {np.asarray(values).dtype}")

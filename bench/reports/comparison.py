@@ -75,8 +75,8 @@ def compare_sides(first: Sequence[str], second: Sequence[str],
         The table of verdicts, and notes; a line for each case in which B is slower by more than
         the limit, or that B lacks; and a message for each file that was left out.
 
-    UsageError when the two sides cannot be compared, or a limit is given with too few runs;
-    StoreError when a file or folder cannot be read.
+    Raises UsageError when the two sides cannot be compared, or a limit is given with too few runs;
+    Raises StoreError when a file or folder cannot be read.
     """
     names = " ".join(first), " ".join(second)
     (before, problems), (after, more) = read_cases(first), read_cases(second)

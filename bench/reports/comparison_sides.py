@@ -53,7 +53,7 @@ ByTransport = dict[tuple[str, str], list[Timed]]
 def read_cases(paths: Sequence[str | Path]) -> tuple[ByTransport, list[str]]:
     """Read the runs of each case by name and transport, and list unreadable files.
 
-    StoreError when a file or folder holds none.
+    Raises StoreError when a file or folder holds none.
     """
     found: ByTransport = {}
     problems: list[str] = []
@@ -136,7 +136,7 @@ def shorten_names(cases: Cases) -> tuple[dict[str, str], str]:
 def common_cases(names: tuple[str, str], first: Cases, second: Cases) -> list[str]:
     """Return the cases that both sides have.
 
-    UsageError when there are none, or a case is not the same in all of its runs.
+    Raises UsageError when there are none, or a case is not the same in all of its runs.
     """
     common = sorted(first.keys() & second.keys(), key=natural_key)
     if not common:

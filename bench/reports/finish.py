@@ -29,7 +29,7 @@ def write_tables_and_figures(out: Path, figures: bool = True,
 
     ``tables.txt`` has all tables.  Return 1 when a file of results was left out, else 0.
 
-    StoreError when there are no results in `out`; OSError when a file cannot be written.
+    Raises StoreError when there are no results in `out`; OSError when a file cannot be written.
     """
     found = read_folder(out)
     text = formats.render(paper_tables.make_file(found))

@@ -173,7 +173,7 @@ def memory_figures(run: Run) -> list[Figure]:
 def merit_document(found: FolderContents) -> list[Part]:
     """Make the tables of time parts and figures of merit of all runs of rows.
 
-    StoreError when there is no run of a row.
+    Raises StoreError when there is no run of a row.
     """
     if not found.rows:
         raise StoreError("\n".join(["no run of a row of the tables was read: the microbenchmarks "

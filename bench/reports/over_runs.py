@@ -53,7 +53,7 @@ def speed_up(slow: Sequence[float], fast: Sequence[float]) -> SpeedUp:
         From `MIN_RUNS` pairs on with the 95 % interval by Student's t, where the logarithms of
         the quotients are normal and independent; of fewer with the least and the greatest one.
 
-    ValueError when a side has no run.
+    Raises ValueError when a side has no run.
     """
     count = min(len(slow), len(fast))
     if not count:

@@ -29,7 +29,7 @@ def write_page(found: FolderContents,
     out : path, optional
         The page; by default ``report.html`` in the folder of the results.
 
-    OSError when the page cannot be written.
+    Raises OSError when the page cannot be written.
     """
     from jinja2 import Environment, PackageLoader, StrictUndefined
     environment = Environment(loader=PackageLoader("bench.reports"), autoescape=True,

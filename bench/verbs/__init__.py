@@ -86,7 +86,7 @@ def check_words(name: str, words: Sequence[str], ranks: int = 0) -> None:
 
     A verb with a function ``check_ranks`` also says whether so many `ranks`, if any, can run it.
 
-    UsageError when one of them is unknown, has a wrong value, or is missing.
+    Raises UsageError when one of them is unknown, has a wrong value, or is missing.
     """
     parser, verb = _Parser(prog=f"bench {name}", add_help=False), load(name)
     add_options(parser, verb)

@@ -80,7 +80,7 @@ def fit_logs(path: Path, arguments: argparse.Namespace) -> int:
     int
         0 when it is written, 1 when it cannot be.
 
-    UsageError when a file cannot be read, no line of them can be used, or ``--machine`` was
+    Raises UsageError when a file cannot be read, no line of them can be used, or ``--machine`` was
     measured.
     """
     base = machine_model.load_machine(arguments.machine) if arguments.machine else None

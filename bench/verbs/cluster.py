@@ -27,7 +27,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command; return its exit status, or UsageError when it cannot be run."""
+    """Run the command; return its exit status.  Raises UsageError when it cannot."""
     command = arguments.command[arguments.command[:1] == ["--"]:]
     if not command:
         raise UsageError("no command to run: -- COMMAND would do, such as -- mpirun -n 8 python "

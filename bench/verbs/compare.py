@@ -27,8 +27,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the comparison; 1 when B fails ``--fail-on-regression`` or a file was left out.
 
-    UsageError when the two sides cannot be compared, or are to be judged by too few runs;
-    StoreError when one of them cannot be read.
+    Raises UsageError when the two sides cannot be compared, or are to be judged by too few runs;
+    Raises StoreError when one of them cannot be read.
     """
     limit = arguments.fail_on_regression
     sides = chosen(arguments)
@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
 def chosen(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
     """Return the files and folders of both sides.
 
-    UsageError when they are not two, or named in both ways.
+    Raises UsageError when they are not two, or named in both ways.
     """
     plain, named = arguments.sides, (arguments.before, arguments.after)
     if len(plain) == 2 and named == (None, None):

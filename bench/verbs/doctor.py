@@ -66,7 +66,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print every finding, or every step of ``--gpu whole``; return 1 when one failed, else 0.
 
-    UsageError when it runs under a launcher.
+    Raises UsageError when it runs under a launcher.
     """
     if launcher.local_ranks() > 1:
         raise UsageError("doctor starts the launcher itself: run it without, as in "
@@ -114,7 +114,7 @@ def test_gpu(arguments: argparse.Namespace) -> int:
 
     Tests that are all skipped prove nothing: they fail too, but in a rehearsal, which has no GPU.
 
-    UsageError when there is no ``--out``, no such step, or an option of the checks.
+    Raises UsageError when there is no ``--out``, no such step, or an option of the checks.
     """
     from bench.doctor import gpu_suite
     if not arguments.out:
@@ -145,7 +145,7 @@ def variable(text: str) -> tuple[str, str]:
 def launcher_command(arguments: argparse.Namespace) -> list[str]:
     """Return the command that starts the ranks of a program.
 
-    UsageError when ``--launcher`` cannot be read, or there is no mpirun.
+    Raises UsageError when ``--launcher`` cannot be read, or there is no mpirun.
     """
     if arguments.seen and not arguments.launcher:
         return ["launcher"]    # serves messages alone

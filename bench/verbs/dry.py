@@ -266,7 +266,7 @@ def _trace(arguments: argparse.Namespace, grid: GridShape, stack: Stack,
            machine: machine_model.Machine | None) -> Trace:
     """Run a step of the rank dry.
 
-    ValueError when the scheme cannot use the grid or an option, or there is no such rank.
+    Raises ValueError when the scheme cannot use the grid or an option, or there is no such rank.
     """
     block = machine.elementwise_block if machine else sys.maxsize
     asked = _scheme_options(arguments)

@@ -87,7 +87,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the plans; return 0.
 
-    UsageError when there are fewer than 2 ranks or no plan to print.
+    Raises UsageError when there are fewer than 2 ranks or no plan to print.
     """
     if arguments.pictures:
         check_folder(arguments.pictures, "--pictures")

@@ -164,8 +164,8 @@ def _measured(arguments: argparse.Namespace) -> int:
 def _measure(arguments: argparse.Namespace, comm) -> int:
     """Measure products and layers, print them beside the model's seconds; 0 when written.
 
-    UsageError when a scheme has no grid of this many ranks, or the machine is a model for other
-    ranks, another transport or other dtypes.
+    Raises UsageError when a scheme has no grid of this many ranks, or the machine is a model for
+    other ranks, another transport or other dtypes.
     """
     from bench.agreement import broadcast_from_rank_0
     from bench.cluster.spec import Cluster

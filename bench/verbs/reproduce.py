@@ -72,8 +72,8 @@ def run(arguments: argparse.Namespace) -> int:
         memory; 1 when others were not; 128 plus the number of a signal.  With ``--paper`` 1 when
         a cell is not as its file expects.
 
-    UsageError when started under mpirun, there is no mpirun to start, or an argument is not valid;
-    StoreError when the results folder cannot be written, or is in use.
+    Raises UsageError when started under mpirun, there is no mpirun to start, or an argument is not
+    valid; StoreError when the results folder cannot be written, or is in use.
     """
     if arguments.paper:
         others = [word.partition("=")[0] for word in arguments.words if word.startswith("--")
@@ -177,7 +177,7 @@ def row_settings(arguments: argparse.Namespace) -> dict[str, Any]:
     These are the sizes, repetitions and seed that are asked for, the source, the machine, its
     libraries and the variables that tune them; not the names of the rows, nor their order.
 
-    UsageError when an argument is not valid.
+    Raises UsageError when an argument is not valid.
     """
     warmup, limits = row_options.step_counts(arguments)
     with as_usage_error():

@@ -71,8 +71,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, comm) -> int:
     """Measure every selected row of `comm.size` ranks; return the exit status.
 
-    UsageError when no row has that many ranks, or an argument is not valid; StoreError when the
-    results folder cannot be written.
+    Raises UsageError when no row has that many ranks, or an argument is not valid; StoreError
+    when the results folder cannot be written.
     """
     rows = rows_of_options(arguments, comm.size)
     settings, variant = read_settings(arguments, rows, comm)
@@ -152,7 +152,7 @@ def read_settings(arguments: argparse.Namespace, rows: list[Row],
 def rows_of_options(arguments: argparse.Namespace, ranks: int) -> list[Row]:
     """List the rows that the options name; for a scheme that the paper lacks, of `ranks` ranks.
 
-    UsageError when a name is unknown, or rows are named in both ways.
+    Raises UsageError when a name is unknown, or rows are named in both ways.
     """
     if arguments.rows is None:
         rows = select_rows(arguments.table, arguments.scheme, ranks)
@@ -182,7 +182,7 @@ def make_cases(rows: list[Row], ranks: int, arguments: argparse.Namespace,
                variant: Variant) -> list[Case]:
     """Make the cases of all `rows` that are for `ranks` ranks, in this variant.
 
-    UsageError when there are none.
+    Raises UsageError when there are none.
     """
     sizes = {name: getattr(arguments, name) for name in SIZES}
     cases = [make_case(row, arguments.preset, variant, **sizes)

@@ -185,7 +185,7 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
 def check_ranks(arguments: argparse.Namespace, ranks: int) -> None:
     """Build the model of so many ranks dry, as the first of them.
 
-    UsageError when there is no such model, or the ranks cannot divide it so.
+    Raises UsageError when there is no such model, or the ranks cannot divide it so.
     """
     config = Config(make_plan(arguments), config_options.read(Division, arguments))
     with as_usage_error():

@@ -6,7 +6,7 @@ ORDER_VARIABLE = "MM3D_GPU_ORDER"
 
 
 def gpu_of_rank(number: int, gpus: int) -> int:
-    """Return which of the `gpus` that it sees the rank of this number on its node has.
+    """Return the GPU of the rank of this `number` on its node, which sees so many `gpus`.
 
     With ``MM3D_GPU_ORDER=3,2,1,0`` rank 0 of a node has GPU 3, and so on: nodes may join a
     processor's first cores to their last GPU.  Where there are more ranks than GPUs, they are

@@ -279,13 +279,16 @@ class Axis:
         return self._rooted("reduce", self.transport.begin_reduce, a, root)
 
     def _length(self, a: Array, dim: int | None = None) -> int:
-        """Return the length of an array along `dim`, by default of all; ValueError without one."""
+        """Return the length of an array along `dim`, by default the number of its elements.
+
+        Raises ValueError for what has none.
+        """
         try:
             return a.size if dim is None else a.shape[dim]
         except (AttributeError, IndexError, TypeError):
-            raise ValueError(f"dim={dim!r} of {getattr(a, 'shape', type(a).__name__)} along "
-                             f"{self.name}: an array, and one of its dimensions, would do"
-                             ) from None
+            said = "" if dim is None else f"dim={dim!r} of "
+            raise ValueError(f"{said}{getattr(a, 'shape', type(a).__name__)} along {self.name}: "
+                             f"an array, and one of its dimensions, would do") from None
 
     def _check(self, counts: list[int], length: int, gathered: bool = False) -> None:
         """Raise ValueError unless `length` is that of all blocks, or of this rank's if `gathered`.

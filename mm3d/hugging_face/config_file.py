@@ -22,7 +22,7 @@ LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_positio
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """Return the keys of a configuration, a file or in a folder that has it.
+    """Return the keys of a configuration; `path` is its file, or a folder that has it.
 
     Raises OSError when it cannot be read; ValueError when it is no object of JSON.
     """

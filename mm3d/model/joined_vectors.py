@@ -18,8 +18,8 @@ Place = tuple[slice, tuple[int, ...]]    # in a flat array, and the shape there
 class JoinedSplit:
     """Divide several arrays, joined to a flat one, along one axis: each like its own `Split`.
 
-    Each array has one of the splits, all along the same `axis`, and of the `shapes`, those of this
-    rank's blocks; the attribute `shapes` has those before the axis divides them.
+    `splits` has one for each array, all along the same `axis`, and `shapes` the shape of this
+    rank's block of each; the attribute `shapes` has those before the axis divides them.
     """
 
     def __init__(self, splits: Sequence[Split], shapes: Sequence[tuple[int, ...]]) -> None:

@@ -107,8 +107,9 @@ def check_tensors(folder: Path, found: Mapping[str, Tensor],
                   wanted: Mapping[str, tuple[int, ...]], longer: Mapping[str, int]) -> None:
     """Check the tensors that were found in a folder against the shapes that a model wants.
 
-    Messages name the `folder`.  The tensors `longer`, as those of positions, may have more rows,
-    and so many at most.  Raises ValueError when some are missing, too many, or of another shape.
+    Messages name the `folder`.  The tensors of `longer`, as those of positions, may have more
+    rows, at most as many as it says.  Raises ValueError, naming the first, when some are missing,
+    too many, or of another shape.
     """
     for what, names in (("missing", [*(wanted.keys() - found.keys())]),
                         ("not of this model", [*(found.keys() - wanted.keys())])):

@@ -38,8 +38,8 @@ class LineProduct(Product):
     """Compute C = A B on a line of ranks that divide B: its columns, its rows, or nothing.
 
     With the columns divided rank j computes C_j = A B_j, and dA = sum_j dC_j B_j^T is summed over
-    the ranks.  With the rows divided, like the columns of A, C = sum_j A_j B_j is summed, and dA_j
-    = dC B_j^T.  On one rank, or on ranks that do all alike, nothing is.
+    the ranks.  With the rows divided, like the columns of A, C = sum_j A_j B_j is summed, and
+    dA_j = dC B_j^T.  On one rank, or on ranks that do all alike, nothing is.
 
     `weight` is the layout of B; `a` and `c` say how the rows of A and of C are divided, of the one
     that is not like B: a `Split` gathers them before a product, and sums and scatters terms of

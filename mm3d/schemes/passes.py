@@ -35,9 +35,10 @@ class Pass:
 
     `vectors` has, by the identity of a parameter, the `mm3d.model.vectors.JoinedVectors` that it
     is joined with, in the order in which forward uses each of them once.  Others are gathered and
-    summed alone; so are all where the pass is not forward, which `gathers` says: what backward
-    recomputes is a part of a block alone.  A list `later` makes the pass the first half of
-    backward: the gradients of weights are put off, and it gets a `LaterWeight` for each of them.
+    summed alone.  `gathers` says whether the pass is forward: what backward recomputes is a part
+    of a block alone, and gathers each vector when it is used.  A list `later` makes the pass the
+    first half of backward: the gradients of weights are put off, and it gets a `LaterWeight` for
+    each of them.
     """
 
     sums_at_once = True    # as soon as all terms are there, not at the end of the pass

@@ -146,11 +146,11 @@ def extrapolate_step(name: str, ranks: int, grid: tuple[int, ...] | None = None,
 
 def extrapolate(trace_of: Callable[[int], Trace], layers: int, period: int,
                 least: int = 2) -> Trace:
-    """Return ``trace_of(layers)``, a trace of so many layers, in the time of five groups.
+    """Return ``trace_of(layers)`` in the time of five groups of layers.
 
-    All groups of `period` layers, in a pipeline times the number of stages, are alike, so each
-    group beyond the third adds what the third adds to the first two.  The timeline stays that of
-    three groups.  The smaller of the two models that are run has `least` groups; 1 would do for
+    All groups of `period` layers are alike (in a pipeline `period` counts those of all stages), so
+    each group beyond the third adds what the third adds to the first two.  The timeline stays that
+    of three groups.  The smaller of the two models that are run has `least` groups; 1 would do for
     events, where neighbours alone have to do with each other.
     """
     groups, left = divmod(layers, period)

@@ -18,8 +18,7 @@ def divide_layers(schedule: Schedule, ranks: int, sizes: ModelSizes,
 
     `ranks` is what it should have: the stages of a mesh; `sizes` are of the whole model and batch,
     which `data` replicas share; `microbatches`, if given, is how many the schedule should have;
-    `batch` is what an error calls the batch.
-    Raises ValueError when it is wrong, or does not fit.
+    errors call the batch `batch`.  Raises ValueError when the schedule is wrong, or does not fit.
     """
     check(schedule)
     if schedule.ranks != ranks:
@@ -59,8 +58,8 @@ def divide_rows(batch: int, data: int, microbatches: int,
 def check_rows(batch: int, data: int, microbatches: int, called: str = "a batch") -> int:
     """Return the sequences of a micro-batch, of all replicas.
 
-    Raises ValueError when the micro-batches do not divide the batch, or have less than one
-    sequence for each replica.
+    Raises ValueError when the micro-batches do not divide the batch, which errors call `called`,
+    or have less than one sequence for each replica.
     """
     size, rest = divmod(batch, microbatches)
     if rest or size < data:

@@ -22,9 +22,9 @@ from mm3d.training.schedules import Schedule
 class Output:
     """Hold norm, head and loss of the last stage.
 
-    `build` makes the parameters, the norm that of the architecture.  A tied head uses the `table`
-    of the embedding, which is None where it is on another stage.  Other options are of `mm3d.GPT`,
-    and of the loss, `mm3d.model.cross_entropy.CrossEntropy`.
+    `build` makes the parameters; the norm is that of the architecture.  A tied head uses the
+    `table` of the embedding, which is None where it is on another stage.  Other options are of
+    `mm3d.GPT`, and of the loss, `mm3d.model.cross_entropy.CrossEntropy`.
     """
 
     def __init__(self, build: Builder, vocab: int, hidden: int, tied: bool,

@@ -65,7 +65,7 @@ def waiting_model(one: Case, scheme, settings: Settings,
     ------
     Failed
         On every rank, when the words that the step moves, or the seconds that it waits, are not
-        those of a dry run of the rank.
+        those of a dry run of the rank, or the rate of links cannot be changed.
     """
     work, comm, dilation = settings.waits(one), scheme.grid.comm, settings.dilation
     groups, factor = {}, None

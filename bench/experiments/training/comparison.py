@@ -14,8 +14,8 @@ from bench.experiments.training.rounding_bounds import LARGEST, rounding_bounds
 from bench.experiments.training.text import Text
 from bench.instruments.sampling import measured_environment
 from bench.instruments.timing import unwatched
-from bench.records.kinds.training_meshes import ROUTED
 from bench.records.assembly import make_record
+from bench.records.kinds.training_meshes import ROUTED
 from bench.records.measurements import Check, Measurements
 from mm3d.arrays import backend as backends
 from mm3d.config import Config, Division

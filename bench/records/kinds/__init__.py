@@ -57,7 +57,8 @@ def derive(record: Any) -> Derived:
 def check_texts(run: Any) -> None:
     """Check the texts of a record that its readers parse.
 
-    ValueError when one cannot be read, or does not fit what was measured; the message names it.
+    Raises ValueError when one cannot be read, or does not fit what was measured; the message names
+    it.
     """
     if run.environment.get("emulated_cluster"):
         named("environment/emulated_cluster", Cluster.parse,

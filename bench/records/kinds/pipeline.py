@@ -71,7 +71,7 @@ def derive(record: Measurements) -> Derived:
 def check_texts(run: Measurements) -> None:
     """Check that the schedule can be kept, and has the ranks, actions and stages measured.
 
-    ValueError when it cannot, or has others.
+    Raises ValueError when it cannot, or has others.
     """
     schedule = named("configuration/schedule_text", parse_schedule,
                      str(run.configuration["schedule_text"]))

@@ -154,7 +154,7 @@ def of_case(one: Case, machine: Machine, scale: float, cluster: Cluster | None,
 def of_run(row: Row, run: Run, repeats: Sequence[Run] = ()) -> Emulated:
     """Make the row of a measurement whose ranks waited for their work, with its repeats.
 
-    UsageError when its machine is none of the supplied ones.
+    Raises UsageError when its machine is none of the supplied ones.
     """
     chosen, where = run.configuration, run.environment.get("emulated_cluster")
     return Emulated(row, ModelSizes.from_settings(chosen), recorded_variant(chosen), run.grid,

@@ -37,7 +37,7 @@ def emulated_parts(results: Results) -> list[Part]:
 def emulated_rows(results: Results) -> list[Emulated]:
     """Describe each of `waited_rows`, with the runs that repeat it.
 
-    UsageError when the machine of a row is none of the supplied ones.
+    Raises UsageError when the machine of a row is none of the supplied ones.
     """
     return [of_run(row, run, over_runs.repeated_runs(results, row))
             for row, run in waited_rows(results)]

@@ -30,7 +30,7 @@ MARGIN = 1.12    # factor by which an axis extends above and below the data
 def comparable_rows(results: Results) -> list[Emulated]:
     """Return the emulated rows of results, of one cluster, machine and scale.
 
-    LeftOut when the machine is unknown, or rows were emulated at several scales.
+    Raises LeftOut when the machine is unknown, or rows were emulated at several scales.
     """
     try:
         groups = group_rows(emulated_rows(results))
@@ -49,7 +49,7 @@ def draw_emulated(results: Results):
     span the same ratio, so that equal slopes and gaps are equal ratios. At the most ranks labels
     give each scheme's multiple of 3-D, where there is room.
 
-    LeftOut when the machine is unknown, or rows were emulated at several scales.
+    Raises LeftOut when the machine is unknown, or rows were emulated at several scales.
     """
     from matplotlib import rc_context
     from matplotlib.ticker import EngFormatter

@@ -113,7 +113,7 @@ def draw_figures(found: FolderContents, formats: Sequence[str] = ("png",),
     list of Path, list of LeftOut
         The files, and the figures that are not drawn, with reasons.
 
-    UsageError when no figure has a name with one of these beginnings.
+    Raises UsageError when no figure has a name with one of these beginnings.
     """
     drawn, left_out = _draw_named(make_row_drawings(found, True) if talk else make_drawings(found),
                                   found.folder, formats, names)

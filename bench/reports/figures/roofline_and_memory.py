@@ -30,7 +30,7 @@ def draw_roofline(results: Results):
     A rank that multiplies has a core to itself as often as others wait, so its rate is compared
     with one rank alone, and the rate of a step with that of a rank when all work at once.
 
-    LeftOut when no run was traced and has the machine's peaks.
+    Raises LeftOut when no run was traced and has the machine's peaks.
     """
     lie = {key: at for key, run in results.runs.items() if (at := roofline_point(run))}
     if not lie:
@@ -127,7 +127,7 @@ def _roofline_legend(figure, schemes: list[str]) -> None:
 def draw_memory(results: Results):
     """Draw the memory that a rank keeps beside its closed form, and its peak beside a dry run's.
 
-    LeftOut when no run has its memory.
+    Raises LeftOut when no run has its memory.
     """
     if not any("memory" in run.groups for run in results.runs.values()):
         raise LeftOut(f"{NOT_RECORDED} its memory")

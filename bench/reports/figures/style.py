@@ -63,8 +63,8 @@ def draw_image(make: Callable[[], Any], form: str, **options: Any) -> bytes:
     **options
         Arguments of ``Figure.savefig``.
 
-    LeftOut when results are missing; NotDrawn when matplotlib or the system fails.  Errors of
-    `make`, which are errors of the program, stay what they are.
+    Raises LeftOut when results are missing; NotDrawn when matplotlib or the system fails.  Errors
+    of `make`, which are errors of the program, stay what they are.
     """
     image = io.BytesIO()
     with ExitStack() as stack:

@@ -34,7 +34,7 @@ class SpeedUp:
 def draw_talk(results: Results):
     """Draw the seconds of other schemes as multiples of 3-D's; the title is what they show.
 
-    LeftOut as in `emulation.comparable_rows`, and without a speed-up.
+    Raises LeftOut as in `emulation.comparable_rows`, and without a speed-up.
     """
     from matplotlib import rc_context
     rows = comparable_rows(results)

@@ -27,7 +27,7 @@ FURTHER = (SKY, ".."), (YELLOW, "||"), (SKY, "--"), (YELLOW, "++")
 def draw_time_shares(results: Results):
     """Draw the parts of forward and backward as shares, with the seconds above them.
 
-    LeftOut when no run was traced.
+    Raises LeftOut when no run was traced.
     """
     traced = {key: found for key, run in results.runs.items()
               if (found := time_parts.mean_parts(run))}

@@ -38,7 +38,7 @@ def trace_drawing(path: str | Path) -> Drawing:
 def draw_trace(document: dict[str, Any]):
     """Draw the spans of each track, coloured by their part of the time, inner ones on top.
 
-    LeftOut when there are none.
+    Raises LeftOut when there are none.
     """
     lanes = lanes_of(document["traceEvents"])
     pieces = [piece for lane in lanes.values() for piece in lane]

@@ -34,7 +34,8 @@ def step_parts(machine: Machine, outcomes: Sequence[Outcome], problems: Sequence
 
     The machine was fitted to rows of at most `fitted_to` GPUs; 0 for none.
     """
-    kernels = sorted({one.row.attention or machine.attention for one in outcomes})
+    kernels = sorted({one.row.attention or machine.attention for one in outcomes}
+                     or {machine.attention})
     told = msgspec.structs.replace(machine, attention=" and ".join(kernels)).described
     parts: list[Part] = [make_table(f"Measured steps of training, and predictions (a model): "
                                     f"{told}", COLUMNS, outcomes)]

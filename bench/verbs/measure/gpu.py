@@ -60,8 +60,8 @@ def run(arguments: argparse.Namespace, comm) -> int:
 def _trained(arguments: argparse.Namespace) -> Trained:
     """Return the GPT of the part ``step``, and how its step is predicted.
 
-    UsageError when there is no such model or machine, the model has experts, or sizes are given
-    without a model.
+    Raises UsageError when there is no such model or machine, the model has experts, or sizes are
+    given without a model.
     """
     gpt, machine = SCALES[arguments.scale].gpt, arguments.machine
     if arguments.model is None:

@@ -134,7 +134,7 @@ def list_cases(arguments: argparse.Namespace) -> list[PipelineCase]:
 def find_waits(arguments: argparse.Namespace) -> tuple[Fraction, ...] | None:
     """Return the seconds of F, B and W with ``--work wait``, None without.
 
-    ValueError when an option is given that has no effect on this kind of work.
+    Raises ValueError when an option is given that has no effect on this kind of work.
     """
     waits = arguments.work == "wait"
     for name, given in (("times", arguments.times), ("unit", arguments.unit)):

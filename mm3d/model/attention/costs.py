@@ -18,9 +18,9 @@ def context_moves(scheme: str, grid: Mapping[str, int], sizes: ModelSizes, ranks
     """Sum up the collectives along direction c in a step, by phase, direction and kind.
 
     Both ways, see `mm3d.grid.activations.Context`, move the same words, n - 1 times keys and
-    values in forward, and these and their gradients in backward: in a call each, or passed on in n
-    - 1 calls.  Where the grid divides positions too, each of its ranks moves what it has gathered
-    along the grid.
+    values in forward, and these and their gradients in backward: in a call each, or passed on in
+    n - 1 calls.  Where the grid divides positions too, each of its ranks moves what it has
+    gathered along the grid.
 
     The context has n = `ranks`; other parameters and the result, with the words of all ranks of n
     grids together, are as of `mm3d.model.cost.moves`, with global sizes.

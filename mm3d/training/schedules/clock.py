@@ -93,9 +93,19 @@ class Timeline:
 def clock(schedule: Schedule, times: Times) -> Timeline:
     """Compute when each action begins and ends.
 
-    The schedule passes `mm3d.training.schedules.check.check`, and the times are of its stages.
-    Raises ValueError when they are of another number of stages; ScheduleError by the rule
-    "progress", when actions wait for each other for ever.
+    Parameters
+    ----------
+    schedule : Schedule
+        One that passes `mm3d.training.schedules.check.check`.
+    times : Times
+        Times of its stages.
+
+    Raises
+    ------
+    ValueError
+        When the times are of another number of stages.
+    ScheduleError
+        By the rule "progress", when actions wait for each other for ever.
     """
     if len(times.forward) != schedule.stage_count:
         raise ValueError(f"times of {len(times.forward)} stages for a schedule of "

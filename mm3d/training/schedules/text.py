@@ -31,11 +31,18 @@ def format_schedule(schedule: Schedule) -> str:
 
 
 def parse_schedule(text: str) -> Schedule:
-    """Return the schedule that a text describes, one line a rank.
+    """Return the schedule that a text describes.
 
-    Empty lines and comments do not count.  What it says is not checked; see
-    `mm3d.training.schedules.check.check`.  Raises ScheduleError by the rule "text", with the rank
-    and the number of the action, when the text cannot be read.
+    Parameters
+    ----------
+    text : str
+        One line a rank; empty lines and comments do not count.
+
+    Raises
+    ------
+    ScheduleError
+        By the rule "text", with the rank and the number of the action, when the text cannot be
+        read.  What it says is not checked; see `mm3d.training.schedules.check.check`.
     """
     lines = [line.partition("#")[0].strip() for line in text.splitlines()]
     lines = [line for line in lines if line]

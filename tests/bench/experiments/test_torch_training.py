@@ -198,15 +198,17 @@ def test_an_interpreter_is_tried_before_the_training(comm, tmp_path, monkeypatch
 def test_momentum_does_not_take_up_the_decay():
     """As in `mm3d.training.optimizers`: matrices are multiplied by 1 - lr weight_decay, and
     PyTorch's SGD, which would add the decay to the gradient, before the momentum, gets none."""
-    rates, factors = [], {"weight": [], "bias": []}
-    sgd = SimpleNamespace(param_groups=[{}], step=lambda: rates.append(sgd.param_groups[0]["lr"]))
+    done = []
+    sgd = SimpleNamespace(param_groups=[{}], step=lambda: done.append(
+        ("step", sgd.param_groups[0]["lr"])))
     torch = SimpleNamespace(no_grad=contextlib.nullcontext, optim=SimpleNamespace(
-        SGD=lambda parameters, lr, momentum: momentum == 0.5 and sgd))
+        SGD=lambda parameters, lr, momentum: len([*parameters]) == 2 and momentum == 0.5 and sgd))
     model = SimpleNamespace(p={
-        name: SimpleNamespace(dim=lambda order=order: order, mul_=factors[name].append)
+        name: SimpleNamespace(dim=lambda order=order: order,
+                              mul_=lambda factor, name=name: done.append((name, factor)))
         for name, order in (("weight", 2), ("bias", 1))})
     case = {"optimizer": "sgd", "lr": 0.1, "momentum": 0.5, "weight_decay": 0.2}
     optimizer = models.make_optimizer(torch, model, case)
     for rate in (0.1, 0.05):
         models.change(torch, model, optimizer, case, rate)
-    assert rates == [0.1, 0.05] and factors == {"weight": [0.98, 0.99], "bias": []}
+    assert done == [("weight", 0.98), ("step", 0.1), ("weight", 0.99), ("step", 0.05)]

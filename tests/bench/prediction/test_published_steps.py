@@ -279,7 +279,8 @@ def test_the_verb_prints_errors_and_fails_without_rows(tmp_path, capsys):
     assert said.rstrip().splitlines()[-1].startswith("2 rows: mean error ")
     assert main(["predict", "--steps", written(tmp_path, "1,9,16,2,256,4,4,64,2,4,1,5"),
                  "--machine", "dgx-a100"]) == 1
-    assert capsys.readouterr().out.rstrip().endswith("no row could be predicted")
+    said = capsys.readouterr().out
+    assert "attention by softmax" in said and said.rstrip().endswith("no row could be predicted")
 
 
 @pytest.mark.parametrize("words, message", [

@@ -15,8 +15,7 @@ from bench.cases import selection
 from bench.cases.case import make_case
 from bench.cases.selection import select_rows
 from bench.cases.variants import Variant
-from bench.errors import UsageError
-from bench.errors import StoreError
+from bench.errors import StoreError, UsageError
 from bench.experiments.rows import reproduction, resume
 from bench.records import journal
 from bench.records.journal import Journal

@@ -70,7 +70,10 @@ def check_size(ranks: int, microbatches: int, chunks: int = 1, most: int = LARGE
 
 
 def full_name(name: str) -> str:
-    """Return the name in the spelling of `registry`: ``zb-h1`` for ``ZB_H1``; or ValueError."""
+    """Return the name in the spelling of `registry`: ``zb-h1`` for ``ZB_H1``.
+
+    Raises ValueError where there is no such schedule.
+    """
     plain, colon, count = name.partition(":")
     return find_name(plain, registry(), "schedule") + colon + count
 

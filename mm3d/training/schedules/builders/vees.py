@@ -10,7 +10,7 @@ Slots = tuple[int, int, int, int]    # of F0, F1, B1, B0 of the first micro-batc
 
 
 class CountedRow:
-    """Collect the actions of a rank; those of more than so many micro-batches are left out."""
+    """Collect the actions of a rank, but those of micro-batches beyond the first ones."""
 
     def __init__(self, microbatches: int) -> None:
         self.microbatches = microbatches
