@@ -27,10 +27,13 @@ C2, C3, C4, C5, C6, C7, C8, C9, C10, C11, C12, C13 = (1 / math.factorial(n)
                                                       for n in range(2, 14))
 
 
-# What a function calls is compiled as the function is, unless it says otherwise.
 EXACT = {"error_model": "numpy", "fastmath": False}
-inner = njit(**EXACT)
-summing = njit(error_model="numpy", fastmath={"reassoc", "nsz"})    # terms in any order
+# What a function calls becomes a part of it.  Else a process that compiles links the copy that it
+# compiled alone, and one that reads the cache another: sums would be added in two orders.  It is
+# compiled as the function is, unless it says otherwise.
+INLINED = {**EXACT, "forceinline": True}
+inner = njit(**INLINED)
+summing = njit(**INLINED | {"fastmath": {"reassoc", "nsz"}})    # terms in any order
 
 
 def compiled(kinds: str) -> Callable:
@@ -54,7 +57,7 @@ def exp(x: float) -> float:
     return (_exp_32 if x.itemsize == 4 else _exp_64)(x)
 
 
-@overload(exp, jit_options=EXACT)
+@overload(exp, jit_options=INLINED)
 def _exp_of(x):
     return _exp_32 if x.bitwidth == 32 else _exp_64
 
@@ -104,12 +107,12 @@ def number_of(key: int) -> float:
     return (_number_32 if key.itemsize == 4 else _number_64)(key)
 
 
-@overload(sortable, jit_options=EXACT)
+@overload(sortable, jit_options=INLINED)
 def _sortable_of(x):
     return _sortable_32 if x.bitwidth == 32 else _sortable_64
 
 
-@overload(number_of, jit_options=EXACT)
+@overload(number_of, jit_options=INLINED)
 def _number_of(key):
     return _number_32 if key.bitwidth == 32 else _number_64
 

@@ -2,6 +2,8 @@
 
 That they are the readable functions is tested in test_functional.py and test_cross_entropy.py.
 """
+import os
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 from compiled import load_compiled
 from mm3d.arrays import backend, numpy_backend
 from mm3d.arrays.numpy_kernels import Kernels
+from mm3d.child_process import run_child
 from mm3d.training.optimizers import AdamW
 
 HOW = ["as written", pytest.param("by numba", marks=pytest.mark.slow)]
@@ -106,3 +109,26 @@ def test_an_element_has_the_same_bits_wherever_it_lies(monkeypatch, dtype):
         for features in ((0, 7), (7, 100), (100, 203), (202, 203)):
             part = whole[:, slice(*rows), slice(*features)]
             assert np.array_equal(results(rows, features), part)
+
+
+@pytest.mark.slow
+def test_a_process_that_compiles_has_the_bits_of_one_that_reads_the_cache(tmp_path):
+    """Sums of rows, too, whose order the compiler chooses."""
+    pytest.importorskip("numba")
+    program = """
+import numpy as np
+from mm3d.arrays import compiled
+for dtype in ("float32", "float64"):
+    for length in range(1, 300):
+        a, b = np.random.default_rng(6).standard_normal((2, 1, 4, length)).astype(dtype)
+        top, total = np.empty((2, 1, 4), dtype)
+        compiled.softmax_backward(a, b)
+        compiled.exponentials(a, top, total)
+        print(dtype, length, b.tobytes().hex(), total.tobytes().hex())
+print(sum(compiled.exponentials.stats.cache_hits.values()))
+"""
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    compiles, reads = (run_child([sys.executable, "-c", program], env=environment).out.splitlines()
+                       for _ in range(2))
+    assert (compiles.pop(), reads.pop()) == ("0", "2")
+    assert compiles == reads and len(reads) == 598
