@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any, Callable, ContextManager, Mapping
 
 import numpy as np
+from mpi4py import MPI
 
 from mm3d.arrays.backend import Array
 from mm3d.arrays.plain_numbers import check_types, check_whole
@@ -37,6 +38,11 @@ class Staged(Trained):
     mesh: Mesh
     data_grids: list[GridAxes]
     hops: Hops
+
+    @property
+    def comm(self) -> MPI.Intracomm:
+        """Return all ranks of the mesh."""
+        return self.mesh.comm
 
     @property
     def grids(self) -> list[GridAxes]:
@@ -196,7 +202,7 @@ class Pipeline(Staged):
             around = self._placing_masks(around)
         self.worker = Worker(self.hops, self.chunks, around)
         self.parameters: list[Parameter] = [p for chunk in self.chunks for p in chunk.parameters]
-        self.trained, self.comm = self.parameters, mesh.comm
+        self.trained = self.parameters
         counts = experts is not None and experts.capacity is not None
         self.definition = first.definition.extended({}, {
             "routed_together": together * stack.seq} if counts else {})
