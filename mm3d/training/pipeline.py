@@ -7,7 +7,6 @@ from types import MappingProxyType
 from typing import Any, Callable, ContextManager, Mapping
 
 import numpy as np
-from mpi4py import MPI
 
 from mm3d.arrays.backend import Array
 from mm3d.arrays.plain_numbers import check_types, check_whole
@@ -40,7 +39,7 @@ class Staged(Trained):
     hops: Hops
 
     @property
-    def comm(self) -> MPI.Intracomm:
+    def comm(self) -> Any:
         """Return all ranks of the mesh."""
         return self.mesh.comm
 
