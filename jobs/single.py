@@ -61,6 +61,8 @@ def write_and_submit(verb: str, site: str, out: str | None, ranks: int, words: l
     kind = "pipeline" if verb == "pipeline" else "training"
     if kind == "training":
         say(f"{name}: {standing(work, name)}")
+        if not (work.runs(name) / "complete").exists():
+            warn_of_source(work, kind, name)
     if not times:
         complain("nothing is submitted: --submit would do that")
     cluster = ""    # all on one: only there Slurm runs them one at a time
@@ -91,6 +93,8 @@ def list_standings(work: Work, queue: slurm.Queue) -> list[str]:
             state, reason = standings.DONE, ""
             if waiting or own != "done":
                 state, reason = standings.describe_job(work, name, job, queue)
+            if state == standings.WAITING:
+                warn_of_source(work, kind, name)
             if state == standings.FAILED and own.startswith("stopped near"):
                 state = standings.STOPPED
             parts = [reason, progress(work, name) if kind == "training" else ""]
@@ -100,6 +104,12 @@ def list_standings(work: Work, queue: slurm.Queue) -> list[str]:
             found.append(": ".join([f"{kind} {name}", "; ".join(filter(None, [
                 f"{state}, job {job}", *parts]))]))
     return found
+
+
+def warn_of_source(work: Work, kind: str, name: str) -> None:
+    """Say on standard error that the next job would run other source than the last submitted."""
+    for line in standings.other_source(work, kind, name):
+        complain(f"warning: {line}")
 
 
 def check_name(name: str) -> str:

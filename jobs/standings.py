@@ -116,6 +116,14 @@ def list_other_sources(work: Work, found: list[Standing]) -> list[str]:
     return [f"{what}: {', '.join(titles)}" for what, titles in groups.items()]
 
 
+def other_source(work: Work, kind: str, name: str) -> list[str]:
+    """Say that the next job of this `kind` and `name` would run other source than the last one."""
+    before, now = [entry.get("source") for entry in _entries(work, kind)
+                   if entry[kind] == name], present_source()
+    return [f"submitted from commit {before[-1]}, the next job would run from {now}: {kind} "
+            f"{name}"] if before and before[-1] not in (None, now) else []
+
+
 def submissions_file(work: Work) -> Path:
     """Return the path of the file of submitted jobs, with a line for each job."""
     return work.folder / "submitted.jsonl"

@@ -11,7 +11,7 @@ from mm3d.grid.axis import Axis, TrafficCounts
 from mm3d.grid.shape import GridShape
 from mm3d.transport.choice import (IN_NODES, choose_device, choose_transport,
                                    create_transports)
-from mm3d.transport.communicators import DryCommunicator, create
+from mm3d.transport.communicators import DryCommunicator, Freed, create
 from mm3d.transport.nodes import gather_nodes, own_node
 
 
@@ -87,7 +87,8 @@ class GridAxes:
         for axis in self.axes.values():
             axis.transport.free()
             axis.comm.Free()
-        self.axes = FreedAxes()
+            axis.comm = axis.transport = Freed(f"the grid of direction {axis.name!r}")
+        self.comm, self.axes = Freed("the grid"), FreedAxes()
 
 
 class Grid(GridAxes):

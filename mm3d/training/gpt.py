@@ -94,7 +94,7 @@ class GPT(PlainNumbers, Staged):
             check_vocabulary(model.vocab, model.label_smoothing, model.z_loss)
             check_scheme(mesh.scheme, model.tied)
             check_types(model)
-        self.config, self.mesh, self.comm = config, mesh, mesh.comm
+        self.config, self.mesh = config, mesh
         self._own_mesh = mesh if isinstance(where, Config) else None
         self.vocab, self.ignored = model.vocab, model.ignored
         self.shape, self.loss_scale = (model.batch, model.seq), 1.0

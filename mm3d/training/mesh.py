@@ -16,6 +16,7 @@ from mm3d.grid.shape import GridShape
 from mm3d.schemes import find_scheme
 from mm3d.schemes.scheme import Scheme
 from mm3d.transport.choice import choose_device
+from mm3d.transport.communicators import Freed
 
 Sizes = tuple[int, ...] | GridShape
 
@@ -105,23 +106,26 @@ class Mesh(Shown):
         self.replica, self.stage, self.place = self.shape.coordinates(comm.rank).values()
         # Of all ranks, before a part of them makes a grid.
         choose_device(comm, backend)
-        self._group = join_ranks(comm, self.shape, "t")
-        self.scheme = kind(self._group, self.grids[self.stage], backend, **options)
+        group = join_ranks(comm, self.shape, "t")
+        self._own = [group]    # communicators that this mesh has made
+        self.scheme = kind(group, self.grids[self.stage], backend, **options)
         self.options = {name: getattr(self.scheme, name) for name in kind.options}
         self.data_grid = None
         if data > 1:
             # Replicas are the slowest direction, so these ranks are in the order of a DataGrid.
-            self._line = join_ranks(comm, self.shape, "dt")
-            self.data_grid = DataGrid(self._line, self.scheme.grid, shards, stages=stages)
+            line = join_ranks(comm, self.shape, "dt")
+            self._own.append(line)
+            self.data_grid = DataGrid(line, self.scheme.grid, shards, stages=stages)
         self.context_grid = None
         if context > 1:
-            self.context_grid = ContextGrid(self._line, self.scheme.grid, int(context), stages)
+            self.context_grid = ContextGrid(line, self.scheme.grid, int(context), stages)
 
     def __repr__(self) -> str:
         replicas = f"{self.shape['d']} replicas of " if self.data_grid else ""
         own = f"of replica {self.replica}, " if self.data_grid else ""
         stages = f"{self.shape['s']} stage{'s' * (self.shape['s'] > 1)}"
-        return (f"Mesh({replicas}{stages}; rank {self.comm.rank} is {self.place} "
+        number = self.rank(self.stage, self.place)
+        return (f"Mesh({replicas}{stages}; rank {number} is {self.place} "
                 f"of stage {self.stage}, {own}{self.scheme!r})")
 
     @property
@@ -146,13 +150,12 @@ class Mesh(Shown):
 
         Models on the mesh have communicators of their own, and are freed before.
         """
-        if self.context_grid is not None:
-            self.context_grid.free()
-        if self.data_grid is not None:
-            self.data_grid.free()
-            self._line.Free()
-        self.scheme.grid.free()
-        self._group.Free()
+        for grid in (self.context_grid, self.data_grid, self.scheme.grid):
+            if grid is not None:
+                grid.free()
+        while self._own:
+            self._own.pop().Free()
+        self.comm = Freed("the mesh")
 
 
 def check_mesh(mesh: Any, call: str) -> None:

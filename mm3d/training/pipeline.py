@@ -39,6 +39,11 @@ class Staged(Trained):
     hops: Hops
 
     @property
+    def comm(self) -> Any:
+        """Return all ranks of the mesh."""
+        return self.mesh.comm
+
+    @property
     def grids(self) -> list[GridAxes]:
         """Return the grids of this rank, for observers of their collectives."""
         return [self.mesh.scheme.grid, *self.data_grids]
@@ -196,7 +201,7 @@ class Pipeline(Staged):
             around = self._placing_masks(around)
         self.worker = Worker(self.hops, self.chunks, around)
         self.parameters: list[Parameter] = [p for chunk in self.chunks for p in chunk.parameters]
-        self.trained, self.comm = self.parameters, mesh.comm
+        self.trained = self.parameters
         counts = experts is not None and experts.capacity is not None
         self.definition = first.definition.extended({}, {
             "routed_together": together * stack.seq} if counts else {})

@@ -1,6 +1,6 @@
 """Create communicators, or stand in for those of ranks that do not exist."""
 
-from typing import Any, Callable
+from typing import Any, Callable, NoReturn
 
 from mpi4py import MPI
 
@@ -19,6 +19,24 @@ def create(make: Callable[..., MPI.Intracomm], *arguments: Any) -> MPI.Intracomm
             raise
     raise RuntimeError("MPI has no communicators left: call free() of the models, meshes and "
                        "grids (scheme.grid.free()) that are not used any more")
+
+
+class Freed:
+    """Stand in for what `free` has freed: to free it again does nothing, and no other use works.
+
+    The RuntimeError of any other use names `what` was freed.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def free(self) -> None:
+        """Do nothing: it is freed."""
+
+    Free = free
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise RuntimeError(f"{self._what} was freed: a new grid, mesh or model would do")
 
 
 class DryCommunicator:

@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 from mm3d.arrays.backend import Array, Backend
 from mm3d.transport.choice import choose_transport
-from mm3d.transport.communicators import create
+from mm3d.transport.communicators import Freed, create
 from mm3d.transport.pending import Pending
 
 LONGEST_PAUSE = 1e-3    # seconds between two looks at a message, where a rank sleeps meanwhile
@@ -50,11 +50,16 @@ class PointToPoint:
 
     def __init__(self, comm: MPI.Intracomm, backend: Backend, synchronous: bool = False,
                  asleep: bool = False) -> None:
-        self.comm, self.backend, self.asleep = create(comm.Dup), backend, asleep
+        self.comm, self.backend = create(comm.Dup), backend
+        self.synchronous, self.asleep = synchronous, asleep
         self.in_place = backend.host_buffers or choose_transport(comm, backend) == "device"
-        self._send = self.comm.Issend if synchronous else self.comm.Isend
         self._sending: list[tuple[MPI.Request, Any, int]] = []
         self.bytes_sending = self.peak_sending = 0
+
+    @property
+    def _send(self) -> Callable[..., MPI.Request]:
+        """Return the method of MPI that begins to send."""
+        return self.comm.Issend if self.synchronous else self.comm.Isend
 
     def send(self, a: Array, target: int, tag: int) -> None:
         """Begin to send `a`, which must not be written any more, to the rank `target`."""
@@ -113,3 +118,4 @@ class PointToPoint:
     def free(self) -> None:
         """Free the communicator; every rank must call it."""
         self.comm.Free()
+        self.comm = Freed("the model")

@@ -464,6 +464,16 @@ def test_how_pipelines_and_trainings_stand(tmp_path, commands, capsys):
     assert status(_7="PENDING", _8="RUNNING", _9="PENDING") == [
         "pipeline flow: waiting, job 7; Priority",
         "training whale: running, job 8; no checkpoint yet"]
+    # Who changes the source is told that the next job would go on with other code.
+    books, now = folder / "submitted.jsonl", standings.present_source()
+    books.write_text(books.read_text().replace(now, "fedcba987654"))
+    warning = f"warning: submitted from commit fedcba987654, the next job would run from {now}: "
+    assert main(["train", *given, "--ranks", "8", "--name", "whale", "--", "--steps", "5"]) == 0
+    assert warning + "training whale\n" in capsys.readouterr().err
+    commands.answer("squeue", "echo '9|PENDING|Priority'")
+    assert main(["status", *given, "--ranks", "8"]) == 0
+    assert capsys.readouterr().err == warning + "training whale\n"
+    books.write_text(books.read_text().replace("fedcba987654", now))
     (folder / "logs" / "mm3d-flow-7.out").write_text("ok  nodes 2\n 1f1b  8 \n\n")
     assert status(_7="RUNNING", _9="PENDING") == [
         "pipeline flow: running, job 7; jobs/logs/mm3d-flow-7.out: 1f1b 8",

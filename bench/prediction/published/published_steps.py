@@ -24,6 +24,7 @@ from bench.prediction.pipelines.training_step import TrainingStep, predict_step
 from bench.prediction.seconds import TERMS
 from bench.text_files import read_text
 from mm3d.config import Config, Division, Model
+from mm3d.grid.layout import divided_directions, without_faces
 from mm3d.names import check_name, suggestion
 from mm3d.schemes import find_scheme, registry
 
@@ -83,6 +84,11 @@ def read_rows(path: str) -> tuple[list[Row], list[str]]:
     heads = {name: place for place, name in enumerate(names)}
     missing = [name for name in COLUMNS.values() if _plain(name) not in heads]
     if missing:
+        first = "".join(next(iter(lines), []))
+        for sign, what in ((";", "semicolons"), ("\t", "tabs")):
+            if first.count(sign) >= len(missing) - 1 > 0:
+                raise UsageError(f"--steps {path}: its cells seem to be divided by {what}: commas "
+                                 f"between them, and points in numbers, would do")
         raise UsageError(f"--steps {path}: its first line names no column "
                          f"{', '.join(map(repr, missing))}")
     if twice := [name for name in heads if name and names.count(name) > 1]:
@@ -135,6 +141,11 @@ def _read_row(line: int, cells: list[str], heads: dict[str, int]) -> Row:
     data, stages = int(values["data"]), int(values["stages"])
     kind = find_scheme(texts["scheme"])
     grid = kind.grid_shape(kind.default_grid(int(values["tensor"])))
+    inner = kind.layouts(grid, model.batch, model.seq)[1]
+    of_heads = grid.ranks_along(divided_directions(without_faces(inner[1])))
+    if of_heads > model.heads:
+        raise ValueError(f"{of_heads} of {grid.ranks} tensor ranks divide {model.heads} heads: at "
+                         f"most {model.heads} would do")
     division = Division(
         data=data, zero=int(texts["zero"]), stages=stages, scheme=texts["scheme"], grid=grid.sizes,
         schedule=f"interleaved:{chunks}" if chunks > 1 else "1f1b",

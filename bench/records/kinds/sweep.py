@@ -31,7 +31,7 @@ SCHEMAS = {
             "dtype heads hidden layers preset recompute seq table waited_machine waited_scale "
             "waited_shrink"),
         "variables": {"samples": "plan link phase repetition", "work": "plan phase"},
-        "optional": {"predicted": "plan link phase kind", "software": "plan phase repetition"},
+        "optional": {"predicted": "plan link phase kind", "software": "plan link phase"},
         "labels": {
             "kind": [["work", "links"]],
             "phase": [["forward", "backward"]]}}}
@@ -121,12 +121,11 @@ def read_curves(record: Measurements) -> list[SweptCurve]:
     """Read the plans of a record, with what was predicted of them before."""
     samples = record.values("samples").sum(axis=2)    # forward and backward
     work = record.values("work").sum(axis=1)
-    predicted = software = missing = np.full(samples.shape[:2], np.nan)
+    predicted = software = np.full(samples.shape[:2], np.nan)
     if "predicted" in record.variables:
         predicted = record.values("predicted").sum(axis=(2, 3))
-    if "software" in record.variables:    # in a file of this kind the same at all rates
-        alone = np.median(record.values("software").sum(axis=-2), axis=-1)
-        software = np.broadcast_to(alone.reshape(len(alone), -1), missing.shape)
+    if "software" in record.variables:
+        software = record.values("software").sum(axis=2)
     return [SweptCurve(plan, *(each[at] / plan.batch
                                for each in (samples, predicted, software, work)))
             for at, plan in enumerate(map(SweptPlan.parse, record.scales["plan"]))]

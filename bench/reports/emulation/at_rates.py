@@ -65,9 +65,8 @@ def _join(links: tuple[float, ...], plans: dict[str, list[Run]]) -> Measurements
     software, modelled = of_group("software", "samples"), of_group("waits", "modelled")
     variables = {
         "samples": Variable(over(slowest), "s", ("plan", "link", "phase", "repetition")),
-        "software": Variable(over(lambda run: np.median(
-            software(run), axis=1, keepdims=True) / run.dilation), "s",
-            ("plan", "link", "phase", "repetition")),
+        "software": Variable(over(lambda run: np.median(software(run), axis=1) / run.dilation),
+                             "s", ("plan", "link", "phase")),
         "predicted": Variable(over(of_group("predicted", "seconds")), "s",
                               ("plan", "link", "phase", "kind")),
         "work": Variable(over(lambda run: modelled(run).max(axis=1) / run.dilation)[:, 0], "s",
@@ -77,6 +76,7 @@ def _join(links: tuple[float, ...], plans: dict[str, list[Run]]) -> Measurements
         name: chosen[name] for name in ALIKE if name in chosen}
     return Measurements(
         "sweep", settings, every[0].environment,
-        {"plan": list(plans), "link": links, "phase": PHASES, "repetition": range(most)},
+        {"plan": list(plans), "link": links, "phase": PHASES, "repetition": range(most),
+         "kind": every[0].groups["predicted"].scales["kind"]},
         variables, [check for run in every for check in run.checks],
         max(run.created for run in every))

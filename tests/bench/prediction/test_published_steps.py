@@ -158,15 +158,24 @@ def test_lines_of_any_system_are_read_and_what_is_no_csv_is_refused(tmp_path):
     assert read_rows(written(tmp_path, *GOOD, head=wrapped)) == read_rows(str(path))
     with pytest.raises(UsageError, match="steps.csv: no CSV: field larger"):
         read_rows(written(tmp_path, "1" * 200_000))
+    for sign, what in (";", "semicolons"), ("\t", "tabs"):
+        with pytest.raises(UsageError, match=f"cells seem to be divided by {what}: commas betw"):
+            read_rows(written(tmp_path, GOOD[0].replace(",", sign).replace("5", "0,5"),
+                              head=HEAD.replace(",", sign)))
+    with pytest.raises(UsageError, match="its first line names no column '# GPUs', 'global"):
+        read_rows(written(tmp_path, GOOD[0], head="gpus,ms"))
 
 
 def test_optional_columns_say_what_a_row_is(tmp_path):
     names = ",vocabulary,scheme,recompute,chunks,tied"
+    more_than_heads = "1,8,16,2,256,4,4,64,8,1,1,5"
     rows, problems = read_rows(written(
         tmp_path, GOOD[1] + ",1000,1d-sp,none,2,no", GOOD[1] + ",,,,,",
-        GOOD[1] + ",1,4d,none,1,no", head=HEAD + names))
-    assert len(problems) == 1 and problems[0].startswith("line 4: scheme='4d' is unknown")
-    model, plain = (PipelineModel.of(row.config) for row in rows)
+        GOOD[1] + ",1,4d,none,1,no", more_than_heads, more_than_heads + ",,3d", head=HEAD + names))
+    assert len(problems) == 2 and problems[0].startswith("line 4: scheme='4d' is unknown")
+    assert problems[1] == "line 5: 8 of 8 tensor ranks divide 4 heads: at most 4 would do"
+    model, plain, cube = (PipelineModel.of(row.config) for row in rows)
+    assert cube.grids[0].sizes == (2, 2, 2)    # of which 2 divide heads
     assert (model.vocab, model.scheme, model.tied, model.named) == (
         1000, "1d-sp", False, "interleaved:2")
     assert (plain.vocab, plain.scheme, plain.tied, plain.named) == (51200, "1d", True, "1f1b")

@@ -8,7 +8,7 @@ import pytest
 from bench.__main__ import main
 from bench.cases.paper import load_tables
 from bench.document import Table
-from bench.records import run_file
+from bench.records import run_file, schema
 from bench.records.kinds import sweep
 from bench.records.measurements import Check, Measurements, Variable
 from bench.reports.emulation.at_rates import join_rates
@@ -37,7 +37,7 @@ def record():
         {"predicted": Variable(np.broadcast_to(
             np.array([[0.25, 3.0], [0.25, 0.75], [0.25, 0.0]])[:, None], (3, 3, 2, 2)), "s",
             ("plan", "link", "phase", "kind")),
-         "software": Variable(np.full((3, 2, 3), 0.05), "s", ("plan", "phase", "repetition")),
+         "software": Variable(np.full((3, 3, 2), 0.05), "s", ("plan", "link", "phase")),
          "samples": Variable(samples, "s", ("plan", "link", "phase", "repetition")),
          "work": Variable(np.full((3, 2), 0.25), "s", ("plan", "phase"))},
         [Check("output", 0.0, 1e-5)])
@@ -166,6 +166,8 @@ def test_rows_at_several_rates_are_joined():
     joined = join_rates(rows)
     assert [one.scales["plan"] for one in joined] == [
         ["1d 8 x 24", "3d 2x2x2 zyx 24"], ["3d 2x2x2 xyz 24"], ["3d 2x2x2 zxy 24"]]
+    for one in joined:
+        schema.check_group("sweep", one.scales, one.variables)
     first = joined[0]
     assert first.scales["link"] == (5e7, math.inf)
     own, cube = sweep.read_curves(first)

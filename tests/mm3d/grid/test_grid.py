@@ -175,15 +175,36 @@ def test_a_direction_that_the_grid_lacks(comm):
 
 
 @pytest.mark.ranks(1, 4)
-def test_what_was_freed_says_so(comm):
-    sizes = dict(layers=1, hidden=8, heads=4, batch=4, seq=4)
-    mesh = mm3d.Mesh(comm, grid=(1, 1, comm.size))
-    model, tokens = mm3d.GPT(mesh, **sizes), np.zeros((4, 4), int)
-    mesh.free()
-    for use in (lambda: model.step(tokens, tokens), lambda: mm3d.GPT(mesh, **sizes)):
-        with all_refuse(comm, "is of a grid that was freed", RuntimeError):
+def test_what_was_freed_says_so_and_is_freed_again(comm, tmp_path):
+    """On all ranks before any of them waits for a message; a scheme's grid and its lines, too."""
+    sizes = dict(layers=2, hidden=8, heads=4, batch=4, seq=4)
+    tokens = np.zeros((4, 4), int)
+    for ways in [{}, {"data": 2, "stages": 2}, {"data": 2, "context": 2}][:comm.size]:
+        mesh = mm3d.Mesh(comm, scheme="1d", **ways)
+        model, other = (mm3d.GPT(mesh, zero=int("data" in ways), **sizes) for _ in range(2))
+        if "stages" in ways:
+            other.free()
+            with all_refuse(comm, "the model was freed", RuntimeError):
+                other.step(tokens, tokens)
+        mesh.free()
+        for use in (lambda: model.step(tokens, tokens), lambda: model.evaluate(tokens, tokens),
+                    model.state, lambda: mm3d.save(tmp_path, model, step=0),
+                    lambda: mm3d.AdamW(model, lr=1), lambda: mm3d.GPT(mesh, **sizes)):
+            with all_refuse(comm, "^the mesh was freed: a new grid, mesh or model", RuntimeError):
+                use()
+        for one in (model, other, model, other, mesh, mesh.scheme.grid):
+            one.free()
+        assert "rank" in repr(mesh)
+        assert not mesh.scheme.grid.traffic() and not hasattr(mesh.scheme.grid, "other")
+    scheme = mm3d.scheme("3d", comm, grid=(1, 1, comm.size))
+    model, line, a = mm3d.Transformer(scheme, **sizes), scheme.grid.z, np.zeros(4)
+    x = model.random("input")
+    for _ in range(2):
+        scheme.grid.free()
+    for use in (lambda: model.forward(x), *[lambda: line.all_reduce(a)][:comm.size - 1],
+                model.state):
+        with all_refuse(comm, "was freed: a new grid", RuntimeError):
             use()
-    assert not mesh.scheme.grid.traffic() and not hasattr(mesh.scheme.grid, "other")
 
 
 @pytest.mark.ranks(2)

@@ -252,7 +252,7 @@ class CountingComm:
 def test_what_a_step_exchanges_over_all_ranks(comm, mesh):
     """One small exchange that compares, and one of losses; one more to clip, one for its norm."""
     model = mm3d.GPT(mesh, **GPT)
-    model.comm = counted = CountingComm(comm)
+    mesh.comm = counted = CountingComm(comm)
     for options, more in ((dict(), 0), (dict(loss_scaling=mm3d.LossScaling()), 1),
                           (dict(clip=1.0), 2)):
         optimizer = mm3d.SGD(model, lr=0.1, **options)
