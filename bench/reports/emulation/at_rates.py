@@ -68,6 +68,7 @@ def _join(links: tuple[float, ...], plans: dict[str, list[Run]]) -> Measurements
         "software": Variable(over(lambda run: np.median(
             software(run), axis=1, keepdims=True) / run.dilation), "s",
             ("plan", "link", "phase", "repetition")),
+        "bound": Variable(over(lambda run: run.software_bound), "1", ("plan", "link")),
         "predicted": Variable(over(of_group("predicted", "seconds")), "s",
                               ("plan", "link", "phase", "kind")),
         "work": Variable(over(lambda run: modelled(run).max(axis=1) / run.dilation)[:, 0], "s",
