@@ -241,8 +241,8 @@ def rows_of(preset: Preset, table: str, scheme: str, ranks: Sequence[int] | None
                  if row.gpus == count]
     if not found:
         counts = sorted({row.gpus for row in select_rows(table, scheme)})
-        raise UsageError(f"--ranks {','.join(map(str, wanted))}: no row of --table {table} --scheme "
-                         f"{scheme} has so many: {', '.join(map(str, counts))} would do")
+        raise UsageError(f"--ranks {','.join(map(str, wanted))}: no row of --table {table} "
+                         f"--scheme {scheme} has so many: {', '.join(map(str, counts))} would do")
     return found + (equal_token_rows(found) if equal_tokens else [])
 
 
