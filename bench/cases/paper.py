@@ -71,8 +71,8 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     machine is shrunk by `shrink`, which also divides hidden size and sequence length.  Links and
     waits of a row are slowed until software takes `software_share` of a step.  `tables` overrides
     fields for the rows of one table.  `ranks` lists the rank counts that are reproduced by
-    default; empty for all.  `minutes` is how long that takes on two cores, 0 where it has to be
-    predicted.
+    default; empty for all.  `minutes` is how long that takes on two cores, 0 where it is not
+    known.
     """
 
     about: str

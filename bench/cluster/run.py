@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import FrameType
 
 from bench.cluster.head import ROOT, SIGNALS, STARTED
@@ -23,14 +23,17 @@ GRACE = 20.0    # seconds that a command has to end after a signal; its job has 
 PROBE_SECONDS = 60    # that `mpi_refusal` waits for ranks
 
 
-def run_inside(cluster: Cluster, command: Sequence[str], **streams: int) -> int:
+def run_inside(cluster: Cluster, command: Sequence[str], pass_signals: bool = True,
+               **streams: int) -> int:
     """Run a command in a new emulated cluster, which is gone when this returns.
 
-    Signals that ask this process to end are passed on to the command, which then has `GRACE`
-    seconds.  The cluster also ends when this process is killed.
+    The cluster also ends when this process is killed.
 
     Parameters
     ----------
+    pass_signals : bool
+        Pass signals that ask this process to end on to the command, which then has `GRACE`
+        seconds, instead of ending this process at once.
     **streams
         ``stdin``, ``stdout``, ``stderr`` of `subprocess.Popen`, by default those of this process.
 
@@ -50,7 +53,7 @@ def run_inside(cluster: Cluster, command: Sequence[str], **streams: int) -> int:
         raise UsageError("this is inside an emulated cluster already: start one outside")
     ours, theirs = socket.socketpair()
     with ours, _start(cluster, command, theirs, streams) as head, \
-            _pass_signals(head) as (started, received):
+            _pass_signals(head, SIGNALS if pass_signals else ()) as (started, received):
         theirs.close()
         answer = b""
         while answer != STARTED and (more := ours.recv(4096)):
@@ -66,13 +69,16 @@ def run_inside(cluster: Cluster, command: Sequence[str], **streams: int) -> int:
 
 
 def refusal(cluster: Cluster, command: Sequence[str] = ("true",)) -> str:
-    """Try to run a command in a cluster; return why this machine cannot, "" if it can."""
+    """Try to run a command in a cluster; return why this machine cannot, "" if it can.
+
+    A signal that asks this process to end does so at once: it says nothing about the machine.
+    """
     if sys.platform != "linux":
         return "it needs Linux"
     with tempfile.TemporaryFile("w+", encoding=CHILDREN_PRINT, errors="replace") as said:
         try:
-            status = run_inside(cluster, command, stdin=subprocess.DEVNULL, stdout=said.fileno(),
-                                stderr=subprocess.STDOUT)
+            status = run_inside(cluster, command, pass_signals=False, stdin=subprocess.DEVNULL,
+                                stdout=said.fileno(), stderr=subprocess.STDOUT)
         except UsageError as error:
             return str(error)
         said.seek(0)
@@ -148,7 +154,8 @@ def find_mpirun() -> tuple[str, str]:
 
 
 @contextlib.contextmanager
-def _pass_signals(head: subprocess.Popen) -> Iterator[tuple[threading.Event, list[int]]]:
+def _pass_signals(head: subprocess.Popen,
+                  signals: Iterable[int]) -> Iterator[tuple[threading.Event, list[int]]]:
     """Pass signals on to the command; before it has started they end the cluster.
 
     Yields
@@ -167,7 +174,7 @@ def _pass_signals(head: subprocess.Popen) -> Iterator[tuple[threading.Event, lis
         timers[-1].start()
     old = {}
     if threading.current_thread() is threading.main_thread():
-        old = {number: signal.signal(number, pass_on) for number in SIGNALS
+        old = {number: signal.signal(number, pass_on) for number in signals
                if signal.getsignal(number) != signal.SIG_IGN}
     try:
         yield started, received

@@ -92,6 +92,12 @@ class Run(Measurements):
         return float(self.configuration.get("dilation", 1.0))
 
     @property
+    def software_bound(self) -> float:
+        """The share of a step that software may take in an emulated cluster; 0 if none was given.
+        """
+        return float(self.configuration.get("software_share", 0))
+
+    @property
     def times(self) -> dict[str, np.ndarray]:
         """The samples over `dilation`, which compare with those of runs dilated otherwise."""
         return {phase: values / self.dilation for phase, values in self.samples.items()}

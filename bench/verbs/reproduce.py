@@ -5,15 +5,16 @@ memory, is reported; the others are measured all the same.
 """
 
 import argparse
+import math
 import shlex
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, Callable, Mapping
+from typing import Any, Callable, Mapping, Sequence
 
 from bench.cases import combined
 from bench.cases.case import Case, make_case
-from bench.cases.paper import Row, load_tables
+from bench.cases.paper import Preset, Row, load_tables
 from bench.cases.selection import equal_token_rows, select_rows, shuffle_cases
 from bench.cluster.run import run_verb_inside
 from bench.cluster.spec import Cluster
@@ -88,14 +89,17 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.table == combined.TABLE:
         return combined_rows.reproduce(arguments, partial(write_tables_and_figures,
                                                           show=arguments.show))
-    if arguments.preset is None:
-        choose(arguments)
+    why = choose(arguments) if arguments.preset is None else ""
     preset = load_tables().presets[arguments.preset]
+    outside = preset.cluster and Cluster.from_environment() is None
+    said = f"preset {arguments.preset}{why}; {expected_time(arguments, preset)}"
+    if why or outside:
+        say(said)
     if arguments.precise and preset.software_share:
         for name, value in PRECISE.items():
             if getattr(arguments, name) is None:
                 setattr(arguments, name, value)
-    if preset.cluster and Cluster.from_environment() is None:
+    if outside:
         return run_verb_inside(Cluster.parse(preset.cluster), arguments.words, ON_ALL_RANKS)
     wanted = row_settings(arguments)
     row_options.node_memory(arguments)    # refused here once, not by every job
@@ -105,6 +109,8 @@ def run(arguments: argparse.Namespace) -> int:
     check_verifiable(cases)
     log = Journal(journal.check_folder(arguments.out))
     log.claim()
+    if not (why or preset.cluster):    # else it has been said, outside of the cluster
+        say(said)
     resume.remove_parts_of_files(log.folder)
     predict_rows(arguments, cases)
     if not arguments.precise:
@@ -140,8 +146,8 @@ def most_ranks(cases: list[Case]) -> list[Case]:
     return [one for one in cases if one.row.gpus == most]
 
 
-def choose(arguments: argparse.Namespace) -> None:
-    """Choose the preset, add it to the words of the command, and say which and why."""
+def choose(arguments: argparse.Namespace) -> str:
+    """Choose the preset, add it to the words of the command, and return why, after a comma."""
     arguments.preset, why = choose_preset(arguments)
     preset = load_tables().presets[arguments.preset]
     chosen = [f"--preset={arguments.preset}"]
@@ -149,9 +155,19 @@ def choose(arguments: argparse.Namespace) -> None:
         arguments.equal_tokens = True
         chosen.append("--equal-tokens")
     arguments.words = [*arguments.words, *chosen]
-    longer = ", and several times as long with --precise" if arguments.precise else ""
-    say(f"preset {arguments.preset}, {why}; all rows take about {preset.minutes:g} minutes on two "
-        f"cores{longer}")
+    return f", {why}"
+
+
+def expected_time(arguments: argparse.Namespace, preset: Preset) -> str:
+    """Say how long the selected rows take: their part of what all rows of the preset take."""
+    said = notes.counted(rows := len(rows_of_options(arguments)), "row")
+    if not preset.minutes:
+        return said
+    every = len(rows_of(preset, "all", "paper", None, bool(preset.cluster)))
+    minutes = notes.counted(math.ceil(preset.minutes * rows / every), "minute")
+    return (f"{said}, about {minutes} on two cores"
+            + f", as {every} take {preset.minutes:g}" * (rows != every)
+            + ", and several times as long with --precise" * arguments.precise)
 
 
 def recompute(name: str, show: Callable[[list[Part]], None]) -> int:
@@ -210,19 +226,24 @@ def make_cases(arguments: argparse.Namespace) -> list[Case]:
 
 def rows_of_options(arguments: argparse.Namespace) -> list[Row]:
     """List the rows that the options select; UsageError for none."""
-    wanted = arguments.ranks or load_tables().presets[arguments.preset].ranks
+    return rows_of(load_tables().presets[arguments.preset], arguments.table, arguments.scheme,
+                   arguments.ranks, arguments.equal_tokens)
+
+
+def rows_of(preset: Preset, table: str, scheme: str, ranks: Sequence[int] | None,
+            equal_tokens: bool) -> list[Row]:
+    """List the rows of tables and schemes on these ranks, by default those of the preset."""
+    wanted = ranks or preset.ranks
     if not wanted:
-        found = select_rows(arguments.table, arguments.scheme)
+        found = select_rows(table, scheme)
     else:
-        found = [row for ranks in wanted
-                 for row in select_rows(arguments.table, arguments.scheme, ranks)
-                 if row.gpus == ranks]
+        found = [row for count in wanted for row in select_rows(table, scheme, count)
+                 if row.gpus == count]
     if not found:
-        counts = sorted({row.gpus for row in select_rows(arguments.table, arguments.scheme)})
-        raise UsageError(f"--ranks {','.join(map(str, wanted))}: no row of --table "
-                         f"{arguments.table} --scheme {arguments.scheme} has so many: "
-                         f"{', '.join(map(str, counts))} would do")
-    return found + (equal_token_rows(found) if arguments.equal_tokens else [])
+        counts = sorted({row.gpus for row in select_rows(table, scheme)})
+        raise UsageError(f"--ranks {','.join(map(str, wanted))}: no row of --table {table} "
+                         f"--scheme {scheme} has so many: {', '.join(map(str, counts))} would do")
+    return found + (equal_token_rows(found) if equal_tokens else [])
 
 
 def check_cluster(cases: list[Case]) -> None:

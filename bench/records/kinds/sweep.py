@@ -31,7 +31,8 @@ SCHEMAS = {
             "dtype heads hidden layers preset recompute seq table waited_machine waited_scale "
             "waited_shrink"),
         "variables": {"samples": "plan link phase repetition", "work": "plan phase"},
-        "optional": {"predicted": "plan link phase kind", "software": "plan link phase"},
+        "optional": {"predicted": "plan link phase kind", "software": "plan link phase",
+                     "bound": "plan link"},
         "labels": {
             "kind": [["work", "links"]],
             "phase": [["forward", "backward"]]}}}
@@ -98,6 +99,8 @@ class SweptCurve:
         Seconds a sequence that were predicted for each link, and those without links and waits.
     work : float
         Seconds a sequence that ranks wait for their work.
+    bound : ndarray
+        The share of a step that software may take at each link; NaN where there is no bound.
     """
 
     plan: SweptPlan
@@ -105,11 +108,17 @@ class SweptCurve:
     predicted: np.ndarray
     software: np.ndarray
     work: float
+    bound: np.ndarray
 
     @property
     def medians(self) -> np.ndarray:
         """The median of each link."""
         return np.nanmedian(self.seconds, axis=1)
+
+    @property
+    def share(self) -> np.ndarray:
+        """The share of a step that software takes at each link; NaN if it was not timed."""
+        return self.software / self.medians
 
 
 def read_links(record: Measurements) -> list[float]:
@@ -121,13 +130,15 @@ def read_curves(record: Measurements) -> list[SweptCurve]:
     """Read the plans of a record, with what was predicted of them before."""
     samples = record.values("samples").sum(axis=2)    # forward and backward
     work = record.values("work").sum(axis=1)
-    predicted = software = np.full(samples.shape[:2], np.nan)
+    predicted = software = bound = np.full(samples.shape[:2], np.nan)
     if "predicted" in record.variables:
         predicted = record.values("predicted").sum(axis=(2, 3))
     if "software" in record.variables:
         software = record.values("software").sum(axis=2)
+    if "bound" in record.variables:
+        bound = np.where(found := record.values("bound"), found, np.nan)
     return [SweptCurve(plan, *(each[at] / plan.batch
-                               for each in (samples, predicted, software, work)))
+                               for each in (samples, predicted, software, work)), bound[at])
             for at, plan in enumerate(map(SweptPlan.parse, record.scales["plan"]))]
 
 
@@ -272,8 +283,7 @@ PREDICTIONS = [
     Column("error of", "prediction", of=lambda row: row.curve.predicted[row.at] / row.seconds - 1,
            form="+.0%"),
     Column("share", "of work", of=lambda row: row.curve.work / row.seconds, form=".0%"),
-    Column("share of", "software", of=lambda row: row.curve.software[row.at] / row.seconds,
-           form=".0%")]
+    Column("share of", "software", of=lambda row: row.curve.share[row.at], form=".0%")]
 
 
 def _waits(record: Measurements) -> str:

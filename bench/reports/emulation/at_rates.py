@@ -67,6 +67,7 @@ def _join(links: tuple[float, ...], plans: dict[str, list[Run]]) -> Measurements
         "samples": Variable(over(slowest), "s", ("plan", "link", "phase", "repetition")),
         "software": Variable(over(lambda run: np.median(software(run), axis=1) / run.dilation),
                              "s", ("plan", "link", "phase")),
+        "bound": Variable(over(lambda run: run.software_bound), "1", ("plan", "link")),
         "predicted": Variable(over(of_group("predicted", "seconds")), "s",
                               ("plan", "link", "phase", "kind")),
         "work": Variable(over(lambda run: modelled(run).max(axis=1) / run.dilation)[:, 0], "s",

@@ -110,8 +110,12 @@ class Emulated:
     @property
     def quotable(self) -> bool:
         """Whether software takes at most its allowed share of a step."""
-        return self.run is not None and (
-            self.software <= float(self.run.configuration.get("software_share", 0)))
+        return self.software <= self.bound
+
+    @property
+    def bound(self) -> float:
+        """The share of a step that software may take; 0 if none was given."""
+        return 0.0 if self.run is None else self.run.software_bound
 
     @property
     def predicted_average(self) -> float:

@@ -78,7 +78,8 @@ def draw_emulated(results: Results):
             panel.set_xlabel(unit)
         handles = label_handles(panels.flat)
         panels[0, 0].legend(handles.values(), handles.keys(), loc="upper left")
-        figure.supxlabel("\n".join(_remarks(rows)), fontsize=SMALL, color=DARK)
+        marked = any(MARK in label.text for label in labels)
+        figure.supxlabel("\n".join(_remarks(rows, marked)), fontsize=SMALL, color=DARK)
         place_labels(figure, labels, markers, size=LARGE["font.size"])
     return figure
 
@@ -90,10 +91,17 @@ def _published(panel, rows: Sequence[Emulated]) -> list[Point]:
 
 
 def _emulated(panel, rows: Sequence[Emulated]) -> list[Point]:
-    """Draw a scheme's emulated seconds a sequence with their intervals; return the points."""
+    """Draw a scheme's emulated seconds a sequence with their intervals; return the points.
+
+    Markers are open where software takes more than its allowed share of a step.
+    """
     if rows:
         draw_intervals(panel, rows[0].row.scheme, [(one.row.gpus, *one.interval) for one in rows])
-    return _line(panel, rows, lambda one: one.average)
+    points = _line(panel, rows, lambda one: one.average)
+    if above := [(one.row.gpus, one.average) for one in rows if not one.quotable]:
+        draw_line(panel, rows[0].row.scheme, above, linestyle="", markerfacecolor="white",
+                  markeredgewidth=2.0, label="_open")
+    return points
 
 
 def _words(panel, rows: Sequence[Emulated]) -> list[Point]:
@@ -147,17 +155,19 @@ def _span_alike(panels) -> None:
         panel.set_xlim(TICKS[0] / 1.25, TICKS[-1] * ROOM)
 
 
-def _remarks(rows: Sequence[Emulated]) -> list[str]:
-    """State how the figure was measured and drawn."""
+def _remarks(rows: Sequence[Emulated], marked: bool) -> list[str]:
+    """State how the figure was measured and drawn; `marked` if labels have a `MARK`."""
     machine = rows[0].machine.name
     said = ["1.5x: times what 3-D takes. Logarithmic axes; the vertical ones of a row span the "
             "same ratio. Bars: 95 % intervals.",
             f"Messages take their time on emulated links; ranks wait for the seconds of "
             f"arithmetic that a model of {machine} states. Seconds are at its scale.",
             f"Batches, {_batches(rows)}."]
-    if not all(one.quotable for one in rows):
-        said[-1] += (f" {MARK} not to be quoted: software takes too much of a step, or was not "
-                     f"timed.")
+    if above := [one for one in rows if not one.quotable]:
+        bounds = " or ".join(f"{100 * each:g} %" for each in sorted({one.bound for one in above}))
+        said[-1] += (f" Open markers{f' and {MARK}' * marked}: software above {bounds} of a step"
+                     + ", or not timed" * any(math.isnan(one.software) for one in above)
+                     + ", not to be quoted.")
     return said
 
 

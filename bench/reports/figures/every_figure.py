@@ -50,7 +50,9 @@ MEASURED = {"products": {
         "lower bounds."))},
     "experts": {"parts-of-experts": ("experts.draw_parts", (
         "Parts of a layer of experts, forward and backward, with tokens routed uniformly, "
-        "unevenly, and to a few experts; and the tokens of each expert."))}}
+        "unevenly, and to a few experts; and the tokens of each expert."))},
+    "pipeline": {"timeline-of-pipeline": ("measured_timelines.draw", (
+        "When each action of a pipeline ran in one repetition, above the clock's timeline."))}}
 
 
 def _by_name(place: str, subject: object) -> object:
@@ -96,6 +98,9 @@ def _sizes(record: Measurements) -> str:
     if record.kind == "experts":
         capacity = f"-capacity{chosen['capacity']:g}" if "capacity" in chosen else ""
         return f"{chosen['count']}-top{chosen['top']}-h{chosen['hidden']}{capacity}"
+    if record.kind == "pipeline":
+        schedule = re.sub(r"[^\w.-]", "", str(chosen["schedule"]))    # interleaved:2
+        return f"{chosen['work']}-{schedule}-m{chosen['microbatches']}"
     return f"{chosen['form']}-{'x'.join(str(chosen[letter]) for letter in 'MNK')}"
 
 

@@ -50,10 +50,13 @@ def draw_sweeps(records: Sequence[Measurements]):
     figure, panels = style.make_figure(1, len(records), (7.5 * len(records), 5.8), "")
     for panel, record in zip(panels.flat, records):
         _panel(panel, record)
+    above = any((one.share > one.bound).any() for record in records
+                for one in sweep.read_curves(record))
     figure.supxlabel(
         "ranks wait for modelled work and send real bytes; they share "
-        f"{records[0].environment['cores']} cores for all else,\nwhich is what fast links "
-        "show; bars: least to greatest sample")
+        f"{records[0].environment['cores']} cores for all else, software,\n"
+        f"whose share of a step is below each rate{', open markers above its bound' * above}; "
+        "bars: least to greatest sample")
     return figure
 
 
@@ -75,6 +78,9 @@ def _panel(panel, record: Measurements) -> None:
     places = [BEYOND * max(limited, default=1e9) if math.isinf(link) else link for link in links]
     for curve, (colour, marker) in zip(curves, style.CYCLE * 2):
         panel.plot(places, 1e3 * curve.medians, color=colour, marker=marker, label=curve.plan.name)
+        above = curve.share > curve.bound
+        panel.plot(np.array(places)[above], 1e3 * curve.medians[above], color=colour,
+                   marker=marker, linestyle="", markerfacecolor="white")
         for place, samples in zip(places, 1e3 * curve.seconds):
             style.draw_bar(panel, place, (np.nanmin(samples), np.nanmax(samples)), colour)
     named: list[str] = []
@@ -92,11 +98,23 @@ def _panel(panel, record: Measurements) -> None:
                    fontsize=7.5, bbox={"boxstyle": "round", "facecolor": "white"})
     panel.set(xscale="log", yscale="log", ylabel="ms a sequence", xlabel="rate of each link"
               + "".join(f"\n{line}" for line in named))
-    panel.set_xticks(places, [sweep.rate_name(link).replace(" ", "\n") for link in links])
+    panel.set_xticks(places, [
+        "\n".join([sweep.rate_name(link), *_software([one.share[at] for one in curves],
+                                                     [one.bound[at] for one in curves])])
+        for at, link in enumerate(links)])
     panel.minorticks_off()
     style.label_plainly(panel.yaxis)
     panel.set_title(sweep.heading(record).replace("; ", "\n"))
     panel.legend()
+
+
+def _software(shares: Sequence[float], bounds: Sequence[float]) -> list[str]:
+    """Say which shares of a step software takes in rows of one rate, and their bounds."""
+    def percent(found: Sequence[float]) -> str:
+        return " to ".join(dict.fromkeys(f"{100 * end(found):.0f}" for end in (min, max))) + " %"
+    return [f"{word} {percent(found)}"
+            for word, found in (("software", shares), ("of at most", bounds))
+            if not np.isnan(found).any()]
 
 
 def _short(curve: sweep.SweptCurve) -> str:

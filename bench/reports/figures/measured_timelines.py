@@ -8,6 +8,7 @@ import numpy as np
 from bench.records.kinds.pipeline import bubble_rates, clock_timeline, stage_times
 from bench.records.measurements import Measurements
 from bench.records.notes import describe_cluster
+from bench.reports.figures import schedules
 from mm3d.training.schedules import Schedule, parse_schedule
 from mm3d.training.schedules.clock import Timeline
 
@@ -27,6 +28,11 @@ def timelines(record: Measurements) -> dict[str, Timeline]:
     measured = measured_timeline(schedule, record.values("times"), clocked)
     return {f"{title}, measured in one repetition{work}": measured,
             f"{title}, the clock's with measured F, B, W and hop{work}": clocked}
+
+
+def draw(record: Measurements):
+    """Draw the measured timeline above the clock's."""
+    return schedules.draw_timelines(timelines(record), "s", "group of ranks")
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Draw pipeline schedules: a row a rank, a colour a kind."""
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Mapping
 
@@ -20,26 +21,26 @@ LONG_TITLE = 100    # letters; what the schedule costs stands below a longer one
 
 def picture(path: str | os.PathLike, timelines: Mapping[str, Timeline],
             unit: str | None = None, row: str = "rank") -> Path:
-    """Draw when each action runs, a panel a schedule, all with the same axis of time in a `unit`.
+    """Write the figure of `draw_timelines`; path and errors are those of `style.save_picture`."""
+    return style.save_picture(path, partial(draw_timelines, timelines, unit, row), dpi=110)
 
-    Path and errors are those of `style.save_picture`.
+
+def draw_timelines(timelines: Mapping[str, Timeline], unit: str | None = None, row: str = "rank"):
+    """Draw when each action runs, a panel a schedule, all with the same axis of time in a `unit`.
     """
     end = max(float(max(ends[-1] for ends in one.ends)) for one in timelines.values())
     height = sum(0.8 + 0.28 * one.schedule.ranks for one in timelines.values())
-
-    def make():
-        figure, panels = style.make_figure(len(timelines), 1, (WIDTH, height), "")
-        for panel, (title, timeline) in zip(panels.flat, timelines.items()):
-            _rows(panel, timeline, end)
-            panel.set_ylabel(row)
-            panel.set_xlabel(f"time ({unit})" if unit else "time")
-            cost = f"{float(timeline.cost):.4g}{f' {unit}' if unit else ''}"
-            space = " " if len(title) < LONG_TITLE else "\n"
-            panel.set_title(f"{title}:{space}cost {cost}, "
-                            f"bubble {float(timeline.bubble_rate):.1%} of it")
-        _legend(figure, timelines.values())
-        return figure
-    return style.save_picture(path, make, dpi=110)
+    figure, panels = style.make_figure(len(timelines), 1, (WIDTH, height), "")
+    for panel, (title, timeline) in zip(panels.flat, timelines.items()):
+        _rows(panel, timeline, end)
+        panel.set_ylabel(row)
+        panel.set_xlabel(f"time ({unit})" if unit else "time")
+        cost = f"{float(timeline.cost):.4g}{f' {unit}' if unit else ''}"
+        space = " " if len(title) < LONG_TITLE else "\n"
+        panel.set_title(f"{title}:{space}cost {cost}, "
+                        f"bubble {float(timeline.bubble_rate):.1%} of it")
+    _legend(figure, timelines.values())
+    return figure
 
 
 def _rows(panel, timeline: Timeline, end: float) -> None:

@@ -153,9 +153,9 @@ def find_waits(arguments: argparse.Namespace) -> tuple[Fraction, ...] | None:
 
 def draw(record: Measurements, path: Path) -> int:
     """Draw the measured timeline above the clock's; 1 if that cannot be, else 0."""
-    from bench.reports.figures import measured_timelines, schedules
+    from bench.reports.figures import measured_timelines
     return style.draw_pictures([partial(
-        schedules.picture, path, measured_timelines.timelines(record), "s", "group of ranks")])
+        style.save_picture, path, partial(measured_timelines.draw, record), dpi=110)])
 
 
 def duration(text: str) -> Fraction:

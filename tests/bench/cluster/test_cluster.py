@@ -134,6 +134,27 @@ def test_signals_are_passed_on(number, tmp_path):
     assert (out, process.returncode) == ("ended\n", 9)
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_is_no_refusal_of_the_machine(number, tmp_path):
+    """Whoever tries a cluster ends at once, instead of doing without clusters."""
+    begun = tmp_path / "begun"
+    words = ["sh", "-c", f"trap 'exit 3' INT TERM; touch {begun}; while :; do sleep 0.1; done"]
+    program = ("from bench.cluster.run import refusal; from bench.cluster.spec import Cluster; "
+               f"print(refusal(Cluster(1, 1, 1e8), {words!r}), flush=True)")
+    with subprocess.Popen([sys.executable, "-c", program], env=clean_environment(), text=True,
+                          preexec_fn=lambda: signal.signal(number, signal.SIG_DFL), cwd=ROOT,
+                          stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        end = time.monotonic() + 60
+        while not begun.exists() and process.poll() is None and time.monotonic() < end:
+            time.sleep(0.02)
+        if process.poll() is None:
+            process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+    if not begun.exists():
+        pytest.skip(out + err)
+    assert (out, process.returncode) == ("", -number), err
+
+
 @pytest.mark.slow
 def test_two_clusters_beside_each_other():
     command = [sys.executable, "-m", "bench", "cluster", "2x1", "--", "mpirun",

@@ -15,7 +15,7 @@ from bench.instruments.chrome_trace import find_problems
 from bench.instruments.timing import Limits
 from bench.records import run_file
 from bench.records.kinds import pipeline as derived
-from bench.reports.figures import measured_timelines
+from bench.reports.figures import every_figure, measured_timelines
 from bench.validation.files import check_file
 from mm3d import ModelSizes
 from mm3d.training.schedules import Times, build, clock
@@ -81,6 +81,11 @@ def test_a_measured_pipeline_is_a_valid_file_and_a_table(comm, shared_tmp_path, 
     assert ("each to the bit" in text) == (not waits) and "emulated" not in text
     for title, timeline in measured_timelines.timelines(record).items():
         assert ("WAITS" in title) == bool(waits) and timeline.makespan > 0
+    [drawing] = every_figure.make_measured_drawings([record])
+    work = "wait" if waits else "compute"
+    assert drawing.name == f"timeline-of-pipeline-{work}-zb-h1-m3-p002"
+    assert [("measured in one" in axes.get_title(), "the clock's" in axes.get_title())
+            for axes in drawing.make().axes] == [(True, False), (False, True)]
     trace = json.loads(json.dumps(make_action_trace(record), allow_nan=False))
     assert find_problems(trace) == []
     events = [one for one in trace["traceEvents"] if one["ph"] == "X"]

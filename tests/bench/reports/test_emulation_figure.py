@@ -76,6 +76,33 @@ def test_labels_are_the_ratios_of_the_tables_and_are_marked_like_them(panels):
     assert texts == [{"1-D 6.4x*", "2-D 2.0x*", "3-D"}, {"1-D 1.0x", "2-D 2.0x", "3-D"}]
 
 
+def test_open_markers_are_of_rows_above_the_bound_of_software(results, figure, panels):
+    """In weak scaling no software was timed; in strong scaling it takes its share or less."""
+    def opened(panel):
+        return sorted((x, y) for line in panel.lines if line.get_markerfacecolor() == "white"
+                      for x, y in line.get_xydata())
+    assert np.array(opened(panels[0, 1])) == pytest.approx(np.array(sorted(
+        (row.gpus, of_run(row, results.get(row)).average) for row in select_rows("weak"))))
+    assert [len(opened(panel)) for panel in panels.flat] == [0, 9, 0, 0, 0, 0]
+    assert figure.get_supxlabel().endswith("Open markers and *: software above 25 % of a step, or "
+                                           "not timed, not to be quoted.")
+
+
+def test_the_bound_is_named_where_rows_are_above_it_and_nothing_else(results):
+    results, key = deepcopy(results), ("strong", "1d", 16)
+    for other in [other for other in results.runs if other[0] == "weak"]:
+        del results.runs[other]
+    figure = emulation.draw_emulated(results)
+    assert "quoted" not in figure.get_supxlabel()
+    run = results.runs[key]
+    results.runs[key] = replace(run, configuration=run.configuration | {"software_share": 1e-4})
+    figure = emulation.draw_emulated(results)
+    assert figure.get_supxlabel().endswith(
+        "Open markers: software above 0.01 % of a step, not to be quoted.")    # no star
+    assert [line.get_xdata().tolist() for line in figure.axes[4].lines
+            if line.get_markerfacecolor() == "white"] == [[16]]
+
+
 def test_labels_that_have_no_room_are_left_out(results):
     """Of values so close together that each would lie on another."""
     results = deepcopy(results)

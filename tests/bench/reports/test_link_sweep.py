@@ -180,6 +180,21 @@ def test_rows_at_several_rates_are_joined():
     assert "has that machine's ratio" not in text
 
 
+def test_a_picture_says_the_share_of_software_and_its_bound_at_each_rate():
+    """Each rate has its own; markers of rows above it are open."""
+    rows = [*rows_at("50Mbit", software_share=0.02), *rows_at("unlimited", software_share=0.25)]
+    [record] = join_rates(rows)
+    figure = figures.draw_sweeps([record])
+    (panel,) = figure.axes
+    assert [text.get_text() for text in panel.get_xticklabels()] == [
+        "50 Mbit/s\nsoftware 3 %\nof at most 2 %", "unlimited\nsoftware 3 %\nof at most 25 %"]
+    (above,) = [line for line in panel.lines if line.get_markerfacecolor() == "white"]
+    assert above.get_xdata().tolist() == [5e7]
+    assert "open markers above its bound" in figure.get_supxlabel()
+    assert all(np.isnan(one.bound).all() for one in sweep.read_curves(join_rates(
+        rows_at("50Mbit", "unlimited", software_share=0.0))[0]))
+
+
 def test_rows_with_fewer_repetitions_than_others():
     """Nothing is invented for those that they lack."""
     long, short = rows_at("50Mbit", "20Mbit")
