@@ -14,9 +14,10 @@ import numpy as np
 
 from mm3d.grid.grid import Grid
 from mm3d.grid.layout import Layout
+from mm3d.model.builder import ExpertRanks
 from mm3d.model.experts.token_order import capacity_of
 from mm3d.model.experts.options import ExpertOptions, check_experts_given
-from mm3d.model.experts.totals import ExpertRanks, RoutingTotals, updated_bias
+from mm3d.model.experts.totals import RoutingTotals, updated_bias
 from mm3d.model.parameters import Parameter
 from mm3d.model.transformer import Transformer
 from mm3d.training.mesh import DataGrid, check_divisor
