@@ -45,9 +45,8 @@ def check_experts(experts: ExpertOptions | None, expert_parallel: Any, replicas:
                   tokens: int, layers: int | None = None) -> None:
     """Check the options of experts, and the number of replicas that divide them.
 
-    There are so many `replicas`, with so many `tokens` of a micro-batch in all of them, and so
-    many layers of the model.  Raises ValueError when experts cannot be divided so, drop every
-    token, or are in no layer.
+    `tokens` are those of a micro-batch in all `replicas`, `layers` those of the model.
+    Raises ValueError when experts cannot be divided so, drop every token, or are in no layer.
     """
     check_experts_given(experts, layers)
     if experts is None:
