@@ -260,7 +260,7 @@ def bounds_of_one_more(sizes: Sequence[float], largest: Sequence[float], parts: 
     Returns
     -------
     size, largest : float
-        The bounds; of errors of which one is 0 the largest size.
+        The bounds; the largest size where an error is 0.
     """
     from scipy.special import erf, fdtri, stdtrit    # not needed by ranks that only measure
     count, norms = len(parts), np.sqrt((parts * parts).sum(1))

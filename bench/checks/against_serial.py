@@ -10,42 +10,17 @@ from mpi4py import MPI
 from threadpoolctl import threadpool_limits
 
 import mm3d
-from bench.checks.freivalds import EPS
+from bench.checks import tolerances
 from bench.records.measurements import Check
 from mm3d import launcher
 from mm3d.launcher import wait_patiently
 from mm3d.model.stack import Stack
-
-# Relative Frobenius errors that rounding alone stays below: (outputs, gradients).  They hold for
-# the presets' sizes, where sums have up to some ten thousand terms: the error of a blocked sum
-# grows slowly with its length, and is hundreds of eps for the deepest gradient.  A wrong or
-# missing collective gives errors of order one.
-TOLERANCES = {"float64": (1e-12, 1e-11), "float32": (1e-5, 5e-5)}
-
-# In types of few digits the serial scheme rounds in the same places, except for partial sums, so
-# that few roundings differ.  The tolerance is `ROUNDINGS` times the distance of one from the next
-# number times the square root of the layers.  With up to two layers in bfloat16 it still finds a
-# factor of 1.02.
-ROUNDINGS = 1.75
 
 # Words of the global quantities whose blocks are sent to rank 0 in one gather.  They are sent
 # together because in each gather all ranks take turns where they share few cores.
 WORDS_PER_GATHER = 2 ** 24
 
 Block = tuple[tuple[slice, ...], np.ndarray]
-
-
-def tolerances(rounding: str, layers: int) -> tuple[float, float]:
-    """Return the relative errors that outputs and gradients may have.
-
-    Parameters
-    ----------
-    rounding : str
-        Precision of the numbers: the dtype, or "tf32" where products of float32 round to it.
-    """
-    if rounding in TOLERANCES:
-        return TOLERANCES[rounding]
-    return (ROUNDINGS * EPS[rounding] * math.sqrt(layers),) * 2
 
 
 @dataclass(frozen=True)
@@ -72,7 +47,7 @@ def compare(model: mm3d.Transformer, output, input_gradient, rounding: str,
     output, input_gradient : array
         This rank's blocks of the results of that step.
     rounding : str
-        See `tolerances`.
+        See `bench.checks.tolerances.beside_serial`.
     other : callable, optional
         Returns on rank 0 the quantities by name, to compare with instead of the serial scheme's.
     words_per_gather : int
@@ -91,7 +66,7 @@ def compare(model: mm3d.Transformer, output, input_gradient, rounding: str,
     only the first is sent.
     """
     grid = model.grid
-    forward, gradient = tolerances(rounding, model.stack.layers)
+    forward, gradient = tolerances.beside_serial(rounding, model.stack.layers)
     layout = model.outer.layout()
     parts = [Quantity("output", output, layout, model.shape, forward),
              Quantity("input gradient", input_gradient, layout, model.shape, gradient)]

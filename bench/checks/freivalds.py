@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from bench.checks.sharded_matrices import row_chunks
+from bench.checks.tolerances import EPS
 from bench.errors import WrongResult
 from bench.records.measurements import Check
 
@@ -17,9 +18,6 @@ from bench.records.measurements import Check
 # below one eps, and a missing or doubled term is far above eight.
 MULTIPLE = 8
 ROWS = 4
-# Distances of one from the next number; TensorFloat-32 rounds the factors of a product.
-EPS = {"float64": 2.0 ** -52, "float32": 2.0 ** -23, "tf32": 2.0 ** -10, "float16": 2.0 ** -10,
-       "bfloat16": 2.0 ** -7}
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Compute the errors of each layer of one step, each over its bound.
 
-`bench.checks.layer_residuals` says which errors pass.
+`bench.checks.tolerances` says which errors pass.
 """
 
 import math
@@ -10,6 +10,7 @@ import numpy as np
 
 from bench.checks import attention_identities
 from bench.checks.sharded_matrices import ShardedMatrix, row_chunks
+from bench.checks.tolerances import SUMS
 from mm3d.arrays.elementwise import GELU_CUBIC, GELU_SCALE
 from mm3d.grid.layout import Layout
 from mm3d.model.attention.layer import Attention
@@ -19,7 +20,6 @@ from mm3d.tracing.events import ArrayObserver, Layer
 
 ROWS = 4
 VECTORS = 3    # random vectors that each gradient of a bias is multiplied with
-SUMS = ("y in some rows", "dx in some rows")
 
 
 class LayerErrors(ArrayObserver):

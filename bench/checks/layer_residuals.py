@@ -12,23 +12,16 @@ of each layer are compared with those computed from its own input, so that no ma
 Where several ranks hold copies of an array, every copy is checked.
 """
 
-import math
 from typing import Any
 
 import numpy as np
 
-from bench.checks import attention_identities
-from bench.checks.freivalds import EPS
-from bench.checks.layer_errors import LayerErrors, SUMS
+from bench.checks import tolerances
+from bench.checks.layer_errors import LayerErrors
 from bench.checks.sharded_matrices import max_over_ranks
 from bench.records.measurements import Check
 from bench.records.notes import RESIDUAL
 from mm3d.tracing.observe import observed
-
-# Multiples of eps that pass: of |A||B| in products; of the rounding errors of each number in
-# layers that work by rows, or of each term of a sum over all rows.  TensorFloat-32 rounds only
-# the factors of products, so only products and attention have its eps.
-PRODUCT, ROW = 8, 32
 
 
 def check_step(model: Any, x: Any, dy: Any, seed: int) -> list[Check]:
@@ -53,29 +46,6 @@ def check_step(model: Any, x: Any, dy: Any, seed: int) -> list[Check]:
         _, saved = model.forward(x)
         model.backward(dy, saved)
     worst = max_over_ranks(np.array(list(found.errors.values())), model.grid.comm)
-    limits = tolerances(model.sizes.layers, found.rounding)
+    limits = tolerances.layer_by_layer(model.sizes.layers, found.rounding)
     return [Check(RESIDUAL + name, float(error), limits[RESIDUAL + name])
             for name, error in zip(found.errors, worst)]
-
-
-def tolerances(layers: int, rounding: str) -> dict[str, float]:
-    """Return the errors that pass, by the names of the checks of a step of a Transformer.
-
-    Parameters
-    ----------
-    rounding : str
-        Precision of the products: the model's dtype, or "tf32".  Tolerances of an unknown one
-        are NaN, which no error passes.
-    """
-    eps = EPS.get(rounding, math.nan)
-    row = ROW * (EPS["float32"] if rounding == "tf32" else eps)
-    bias, sums = {"dbias": row}, dict.fromkeys(SUMS, row)
-    norm, product = sums | bias | {"dweight": row}, dict.fromkeys(("C", "dA", "dB"), PRODUCT * eps)
-    attention = {name: multiple * eps
-                 for name, multiple in attention_identities.multiples(rounding).items()}
-    of_layer = {"attention": sums, "ln1": norm, "attention.qkv": product | bias,
-                "attention.attention": attention, "attention.proj": product | bias,
-                "mlp": sums, "ln2": norm, "mlp.up": product,    # its bias is added by GELU
-                "mlp.gelu": sums | bias, "mlp.down": product | bias}
-    return {f"{RESIDUAL}layers.{number}.{name}, {what}": limit for number in range(layers)
-            for name, passing in of_layer.items() for what, limit in passing.items()}

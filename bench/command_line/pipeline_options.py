@@ -103,7 +103,7 @@ def replicas(arguments: argparse.Namespace) -> dict[str, int | str | None]:
 
 def pipeline_model(arguments: argparse.Namespace, scheme: str, grids: tuple[GridShape, ...],
                    stack: Stack, **more) -> PipelineModel:
-    """Return the pipeline that the options ask for; ValueError when there is none such."""
+    """Return the pipeline that the options ask for; ValueError for an unknown schedule."""
     model = PipelineModel(build_schedule(arguments), scheme, grids, stack,
                           **replicas(arguments), **more)
     model.parts    # raises where layers or sequences cannot be divided

@@ -8,7 +8,7 @@ from typing import Callable
 
 import numpy as np
 
-from bench.checks.freivalds import EPS
+from bench.checks.tolerances import EPS
 from bench.doctor.checks import FAILED, Finding, OK, SKIPPED, WARNING
 from bench.doctor.child_jobs import Facts, describe_failure
 from bench.experiments.gpu import device_checks, gpu_cases

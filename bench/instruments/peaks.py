@@ -115,7 +115,7 @@ def add_arrays(backend: Backend, total: int) -> Step:
 
 def best_rate(step: Callable[[], Any], amount: int, synchronize: Callable[[], None],
               team) -> float:
-    """Measure the best rate per rank of `team`, all of which work at once."""
+    """Measure the best rate per rank while all of `team` work at once."""
     makespan = makespan_of(step, team, synchronize, Clock(team))
     makespan(1)    # touches the memory
     calls = math.ceil(SAMPLE / makespan(1))

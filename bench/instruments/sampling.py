@@ -92,7 +92,7 @@ def time_side(step: Callable[[], Any], comm, synchronize: Callable[[], None],
 
 
 def time_alone(measure: Callable[[], float], comm) -> Sample:
-    """Take a sample, of which `measure` returns the seconds, on rank 0 while the others sleep.
+    """Take a sample on rank 0 by `measure`, in seconds, while the others sleep.
 
     Its errors are those of `bench.agreement.make_on_rank_0`.
     """

@@ -27,7 +27,7 @@ def parse_size(text: str) -> int:
     Raises UsageError when the text is no size.
     """
     found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)\s*([KMGT]?i?B|)", text.strip())
-    bare = found and not found[2] and float(found[1]) < 1e6    # of which a unit was forgotten
+    bare = found and not found[2] and float(found[1]) < 1e6    # its unit was forgotten
     if not found or found[2] not in UNITS or not float(found[1]) or bare:
         raise UsageError(f"{text!r} is no size of memory: give it as 16 GB (of 1000^3 bytes) or "
                          "40 GiB (of 1024^3)")

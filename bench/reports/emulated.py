@@ -8,6 +8,7 @@ from bench.cases.paper import BASELINES, HEADINGS, PROPOSED, Row
 from bench.cases.selection import select_rows
 from bench.cases.variants import recorded_variant
 from bench.records.folder import Results, most_oversubscribed, share_cores
+from bench.records.measurements import Measurements
 from bench.records.model_run import Run
 from bench.records.notes import MODELLED, describe_cluster
 
@@ -26,6 +27,14 @@ def describe_clusters(runs: Sequence[Run | None]) -> str:
     """Return the different emulated clusters of runs; "" if there are none."""
     return " and ".join(dict.fromkeys(describe_cluster(run.environment)
                                       for run in emulated_runs(runs)))
+
+
+def swept_rates(runs: Sequence[Run]) -> list[Measurements]:
+    """Join the rows of emulated clusters that differ in the rates of links alone."""
+    if not emulated_runs(runs):
+        return []
+    from bench.reports.emulation.at_rates import join_rates
+    return join_rates(runs)
 
 
 def waited_rows(results: Results) -> list[tuple[Row, Run]]:

@@ -1,7 +1,6 @@
 """Make the paper's Tables 1 and 2, measured figures beside published ones."""
 
 import math
-from importlib import import_module
 from typing import Iterable, Sequence
 
 import numpy as np
@@ -27,8 +26,8 @@ NOT_PUBLISHED = ("Not published: the paper has no such row. Its sizes are those 
 def make_document(found: FolderContents) -> list[Part]:
     """Make both of the paper's tables for every preset, the microbenchmarks, and notes."""
     parts = [part for results in found.results for part in preset_parts(results)]
-    joined = import_module("bench.reports.emulation.at_rates").join_rates(found.rows)
-    return parts + micro_tables.make_parts([*found.measurements, *joined])
+    return parts + micro_tables.make_parts([
+        *found.measurements, *emulated.swept_rates(found.rows)])
 
 
 def make_file(found: FolderContents) -> list[Part]:
@@ -53,8 +52,9 @@ def preset_parts(results: Results) -> list[Part]:
                       merit_rows.merit_table(title_of_all, found)]
         if results.plain or results.runs.keys() & {(name, PROPOSED, 64)}:
             parts.append(speed_ups.speed_up_table(title_of_all, name, results))
-    if emulated.waited_rows(results):    # their predictions need imports that other tables do not
-        parts += import_module("bench.reports.emulation.tables").emulated_parts(results)
+    if emulated.waited_rows(results):    # predicted by dry runs, which other tables do not need
+        from bench.reports.emulation.tables import emulated_parts
+        parts += emulated_parts(results)
     parts += merit_rows.wire_parts(results)
     others = any(not row.published for name in HEADINGS for row in results.rows(name))
     published = published_notes() + [NOT_PUBLISHED] * others

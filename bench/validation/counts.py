@@ -1,22 +1,24 @@
-"""Check what a microbenchmark has counted against dry runs, sizes and the routing."""
+"""Check what a microbenchmark has counted against its sizes and its routing."""
 
 from typing import Callable, Iterator
 
 import numpy as np
 
-from bench.experiments.products import side_by_side
-from bench.records.kinds.products import record_grids
 from bench.records.measurements import Measurements, grid_shape
 from bench.records.run_file import UNLIKE
-from mm3d.grid.shape import GridShape
 
 Counts = Iterator[tuple[str, np.ndarray]]    # variables by name, as they should be
 
 
 def check_counts(run: Measurements) -> Iterator[str]:
     """Check that what was counted is what these sizes take."""
+    return compare_counts(run, OF_KIND.get(run.kind, lambda run: ()))
+
+
+def compare_counts(run: Measurements, count: Callable[[Measurements], Counts]) -> Iterator[str]:
+    """Compare the variables of a record with what `count` finds that they should be."""
     try:
-        for name, wanted in OF_KIND.get(run.kind, lambda run: ())(run):
+        for name, wanted in count(run):
             found = run.raw[name].values
             if not np.array_equal(found, wanted):
                 yield f"measurements/{name} is {_few(found)}, and should be {_few(wanted)}"
@@ -42,30 +44,6 @@ def _collectives(run: Measurements) -> Counts:
     yield "bytes_moved", moved
 
 
-def _matmul(run: Measurements) -> Counts:
-    """Count the words that each rank of a product moves, (phase, rank), by dry runs."""
-    chosen = run.configuration
-    yield "words", np.array([[one.words for one in _dry(
-        run, chosen["scheme"], grid_shape(chosen), phase)] for phase in run.scales["phase"]])
-
-
-def _products(run: Measurements) -> Counts:
-    """Count what each rank of every product does, and its memory, by dry runs."""
-    grids = record_grids(run.scales["scheme"], run.configuration["grids"])
-    dry = [_dry(run, name, sizes) for name, sizes in grids.items()]
-    for name in side_by_side.COUNTS:
-        yield name, np.array([[getattr(one, name) for one in line] for line in dry])
-    yield "memory_alone", np.array([max(one.memory for one in line) for line in dry])
-
-
-def _dry(run: Measurements, scheme: str, sizes: GridShape,
-         phase: str = "forward") -> list[side_by_side.CountedProduct]:
-    """Count what each rank does in a product of this shape."""
-    chosen = run.configuration
-    return side_by_side.count_dry(scheme, chosen["form"], sizes, tuple(
-        chosen[name] for name in "MNK"), chosen["dtype"], phase)
-
-
 def _pipeline(run: Measurements) -> Counts:
     """Take the sum of the words from the closed form."""
     yield "expected_words", run.raw["words"].values.sum()
@@ -81,5 +59,4 @@ def _experts(run: Measurements) -> Counts:
 
 RULES = (check_counts,)
 OF_KIND: dict[str, Callable[[Measurements], Counts]] = {
-    "collectives": _collectives, "matmul": _matmul, "products": _products,
-    "pipeline": _pipeline, "experts": _experts}
+    "collectives": _collectives, "pipeline": _pipeline, "experts": _experts}

@@ -26,6 +26,8 @@ from mm3d.schemes import registry
 from mm3d.tracing.events import PHASES
 
 TOLERANCE = 1e-9    # relative, of recomputed numbers
+# The files of kinds' own rules; what they need is imported for records of the kind alone.
+RULES = {"model": "rules", "matmul": "product_counts", "products": "product_counts"}
 # What waited work means, by the kind of run.
 WAITED = {"model": "ranks waited for the modelled seconds of their work: only collectives were "
                    "real",
@@ -77,8 +79,7 @@ def check_run(group: h5py.Group, place: str) -> tuple[list[str], list[str]]:
         run = parse_run(group, place)
     except StoreError as error:
         return [*errors, str(error)], []
-    # What a kind's rules need is imported for files of it alone.
-    own = import_module(f"bench.validation.{'rules' if run.kind == 'model' else 'counts'}").RULES
+    own = import_module(f"bench.validation.{RULES.get(run.kind, 'counts')}").RULES
     for rule in (lambda run: failed_checks(run.checks), check_oversubscription, *own):
         errors += checked(rule, run)
     return errors, checked(list_warnings, run)

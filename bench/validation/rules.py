@@ -12,11 +12,10 @@ from msgspec.structs import replace
 from bench.cases.case import make_case
 from bench.cases.paper import load_tables, title, unpublished_row
 from bench.cases.variants import itemsize, recorded_variant
-from bench.checks import layer_residuals
-from bench.checks.against_serial import tolerances
+from bench.checks import tolerances
 from bench.errors import UsageError
-from bench.experiments.rows.record import expected_words
 from bench.instruments import step_seconds
+from bench.records.kinds.model import expected_words
 from bench.records.measurements import Check
 from bench.records.model_run import Run
 from bench.records.notes import split_checks
@@ -64,7 +63,8 @@ def check_verification(run: Run) -> Iterator[str]:
     """Check that all quantities were compared with the benchmark's tolerances, and passed."""
     layers = run.configuration.get("verified_layers", run.configuration["layers"])
     try:
-        forward, gradient = tolerances(recorded_variant(run.configuration).rounding, layers)
+        forward, gradient = tolerances.beside_serial(
+            recorded_variant(run.configuration).rounding, layers)
     except KeyError:
         forward, gradient = math.nan, math.nan
     serial, own = split_checks(run.checks)
@@ -93,7 +93,7 @@ def check_residuals(run: Run, own: list[Check]) -> Iterator[str]:
                f"{how}")
     if not own:
         return
-    limits = layer_residuals.tolerances(chosen["layers"], recorded_variant(chosen).rounding)
+    limits = tolerances.layer_by_layer(chosen["layers"], recorded_variant(chosen).rounding)
     if {check.quantity for check in own} != limits.keys():
         yield (f"verification: {len(own)} residuals, but {chosen['layers']} layers have "
                f"{len(limits)}")

@@ -7,9 +7,7 @@ from bench.command_line import options
 from bench.errors import UsageError
 from bench.records.folder import read_folder
 from bench.records.run_file import report_left_out
-from bench.reports import merit, page, paper_tables
-from bench.reports.figures import every_figure
-from bench.reports.figures.style import METADATA, report_drawn
+from bench.reports.figures import METADATA
 
 GROUP = "Look at results"
 ON_ALL_RANKS = False
@@ -40,7 +38,11 @@ def run(arguments: argparse.Namespace) -> int:
 
     Return 1 when a figure cannot be drawn or a file was left out, else 0.
     """
+    # Each way to show results imports its own: tables need no figures, and these no tables.
     path, draws = Path(arguments.folder), arguments.figures is not None
+    if draws or arguments.page:
+        from bench.reports.figures import every_figure
+        from bench.reports.figures.style import report_drawn
     for name, needed in NEEDED.items():
         if getattr(arguments, name) not in (None, "text") and not (
                 getattr(arguments, needed) not in (None, False) if needed else
@@ -65,10 +67,14 @@ def run(arguments: argparse.Namespace) -> int:
                                                 bool(arguments.talk))
         statuses.append(report_drawn(files, told))
     if arguments.page:
+        from bench.reports import page
         file, more = page.write_page(found, arguments.out)
         statuses.append(report_drawn([file], [    # each is said once
             why for why in more if str(why) not in map(str, told)]))
     if not draws and not arguments.page:
-        arguments.show(merit.merit_document(found) if arguments.parts else
-                       paper_tables.make_document(found))
+        if arguments.parts:
+            from bench.reports.merit import merit_document as make_document
+        else:
+            from bench.reports.paper_tables import make_document
+        arguments.show(make_document(found))
     return max(statuses)

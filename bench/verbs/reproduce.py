@@ -44,7 +44,7 @@ PRECISE = {"software_share": 0.1, "repetitions": 3, "traced": 1}    # on an emul
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``reproduce``."""
     row_options.add_rows(parser, preset=None)
-    parser.add_argument("--ranks", type=options.numbers, metavar="P,...", help=(
+    parser.add_argument("--ranks", type=options.numbers, metavar="N,...", help=(
         "measure only the rows of these numbers of ranks, any number for schemes that the paper "
         "lacks (default: all; with --preset emulated-tiny 8 and 64)"))
     parser.add_argument("--fresh", action="store_true", help=(

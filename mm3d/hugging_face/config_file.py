@@ -197,7 +197,7 @@ def _plain_size(name: str, field: str, value: Any, sizes: Mapping[str, int]) -> 
 
 
 def config_of(model: Model) -> dict[str, Any]:
-    """Return the configuration of a model, of which `model_fields` returns the same.
+    """Return the configuration of a model, the inverse of `model_fields`.
 
     Raises ValueError when no family computes the same.
     """

@@ -1,15 +1,33 @@
 """Make what the layers of a model have in common: parameters, names, and spaces."""
 
 from contextlib import contextmanager
-from typing import Any, Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Callable, Iterator, Sequence
 
 from mm3d.grid.activations import Space
+from mm3d.grid.axis import Axis
 from mm3d.grid.layout import Layout
 from mm3d.grid.split import Split
-from mm3d.model.experts.totals import ExpertRanks, Routings
+from mm3d.model.experts.totals import Routings
 from mm3d.model.masks import MaskKey
 from mm3d.model.parameters import Parameter
 from mm3d.schemes.scheme import Scheme
+
+
+@dataclass(frozen=True)
+class ExpertRanks:
+    """Hold the ranks outside a tensor group that tokens and experts are divided among."""
+
+    # Directions along which ranks have other sequences of the same batch, the slowest first.
+    replicas: Sequence[Axis] = ()
+    # The one of them that divides the experts; None if each replica has all of them.
+    axis: Axis | None = None
+    # Makes the parameters of divided experts, from the arguments of `Parameter`, with layouts on
+    # the tensor group and the global shape, whose first dimension is divided along `axis`.
+    create_parameter: Callable[..., Parameter] | None = None
+    # Number of sequences of all replicas, divided among them as evenly as can be; by default each
+    # has as many as this one.
+    batch: int | None = None
 
 
 class Builder:

@@ -34,7 +34,7 @@ from mm3d.schemes.passes import ALONE, Pass
 class Layer(Protocol):
     """Describe the interface of a layer.
 
-    `within` is the `Pass` of which the call is a part; without it each layer calls for itself.
+    `within` is the `Pass` that the call is part of; without it each layer calls for itself.
     """
 
     @property

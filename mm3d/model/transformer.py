@@ -13,11 +13,11 @@ from mm3d.grid.agreement import same_arguments
 from mm3d.grid.axis import TrafficCounts
 from mm3d.grid.grid import Grid
 from mm3d.model.architecture import gather_architecture
-from mm3d.model.builder import Builder
+from mm3d.model.builder import Builder, ExpertRanks
 from mm3d.model.chains import Chain, saved_bytes, vectors_of, weighted_products
 from mm3d.model.definition import define_transformer
 from mm3d.model.experts.options import check_experts_given
-from mm3d.model.experts.totals import ExpertRanks, Routings
+from mm3d.model.experts.totals import Routings
 from mm3d.model.initial_values import (InitialValues, draw_normal, draw_parameter,
                                        varied_values)
 from mm3d.model.joined_vectors import join_vectors

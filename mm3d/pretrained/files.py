@@ -27,7 +27,7 @@ def safetensors() -> Any:
 
 @dataclass(frozen=True)
 class Tensor:
-    """State where a tensor is, under which name, and of which shape and type."""
+    """State the file, name, shape and type of a tensor."""
 
     file: Path    # the file
     name: str    # its name there

@@ -188,7 +188,7 @@ class DryBackend(Backend):
 
     def __init__(self) -> None:
         self.xp, self.kernels = DryNamespace(self), Kernels(self)
-        self.kernels.calling = self._calling    # of which functions tell that have kernels
+        self.kernels.calling = self._calling    # functions with kernels tell it
         self.reset()
 
     def reset(self, block: int = sys.maxsize) -> None:

@@ -14,9 +14,10 @@ import numpy as np
 
 from mm3d.grid.grid import Grid
 from mm3d.grid.layout import Layout
+from mm3d.model.builder import ExpertRanks
 from mm3d.model.experts.token_order import capacity_of
 from mm3d.model.experts.options import ExpertOptions, check_experts_given
-from mm3d.model.experts.totals import ExpertRanks, RoutingTotals, updated_bias
+from mm3d.model.experts.totals import RoutingTotals, updated_bias
 from mm3d.model.parameters import Parameter
 from mm3d.model.transformer import Transformer
 from mm3d.training.mesh import DataGrid, check_divisor
@@ -44,9 +45,8 @@ def check_experts(experts: ExpertOptions | None, expert_parallel: Any, replicas:
                   tokens: int, layers: int | None = None) -> None:
     """Check the options of experts, and the number of replicas that divide them.
 
-    There are so many `replicas`, with so many `tokens` of a micro-batch in all of them, and so
-    many layers of the model.  Raises ValueError when experts cannot be divided so, drop every
-    token, or are in no layer.
+    `tokens` are those of a micro-batch in all `replicas`, `layers` those of the model.
+    Raises ValueError when experts cannot be divided so, drop every token, or are in no layer.
     """
     check_experts_given(experts, layers)
     if experts is None:

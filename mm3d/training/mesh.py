@@ -63,7 +63,7 @@ class Mesh(Shown):
     replica, stage, place : int
         The replica of this rank, its stage there, and its number in the stage.
     data_grid : DataGrid or None
-        The ranks of this stage in all replicas; None where there is one replica.
+        The ranks of this stage in all replicas; None without data parallelism.
     context_grid : ContextGrid or None
         Those with the same sequences; None where no positions are divided.
     scheme : Scheme

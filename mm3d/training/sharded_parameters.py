@@ -205,7 +205,7 @@ class ShardedGradient(ShardedParameter):
     """Hold a parameter whose master and gradient are sharded along d (ZeRO-2)."""
 
     def empty_gradient(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Allocate a term of the whole gradient, of which this rank keeps its shard of the sum."""
+        """Allocate a term of the whole gradient; this rank keeps its shard of the sum."""
         return self.data.backend.empty(shape, dtype)
 
     def accumulate(self, gradient: Array | None) -> None:

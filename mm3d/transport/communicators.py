@@ -40,7 +40,7 @@ class Freed:
 
 
 class DryCommunicator:
-    """Stand in for a communicator of so many ranks, of which all but this `rank` do not exist.
+    """Stand in for a communicator whose ranks other than `rank` do not exist.
 
     A mesh or a grid on it has all its directions, coordinates and blocks, and collectives and
     messages that move nothing.  Received values are undefined, so it is for arrays without

@@ -1,4 +1,6 @@
-"""The harness judged by itself: small pytest runs on four ranks that go wrong on purpose."""
+"""The harness judged by itself: small pytest runs on four ranks that go wrong on purpose; and what
+tests replace."""
+import ast
 import re
 import shutil
 import threading
@@ -234,3 +236,47 @@ def test_a_clean_environment_has_no_trace_of_a_launcher(monkeypatch):
     env = clean_environment(MORE="1")
     assert not {"PMI_RANK", "MPI_LOCALNRANKS"} & env.keys()
     assert env["MORE"] == "1"
+
+
+# Replacements of a name of the project by monkeypatch: they may only get fewer; the goal is 60.
+REPLACED = 100
+# Kernels have one place where all are launched, also on a GPU, whose functions are kept.
+PRIVATE = ["_launch", "_launch"]
+
+
+def replaced_names(source: str) -> tuple[list[str], list[str]]:
+    """Names of the project that a file of tests replaces, and of all private ones."""
+    tree, project = ast.parse(source), set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            for one in node.names:
+                place = f"{getattr(node, 'module', None) or one.name}"
+                if place.partition(".")[0] in ("mm3d", "bench", "jobs"):
+                    project.add((one.asname or one.name).partition(".")[0])
+    found, private = [], []
+    for node in ast.walk(tree):
+        if not (isinstance(node, ast.Call) and "monkeypatch.setattr" == ast.unparse(node.func)):
+            continue
+        owner, name = node.args[0], node.args[1]
+        text = owner.value if isinstance(owner, ast.Constant) else getattr(name, "value", "")
+        word = str(text).rpartition(".")[2]
+        if re.match("_[^_]", word):
+            private.append(word)
+        names = {one.id for one in ast.walk(owner) if isinstance(one, ast.Name)}
+        if isinstance(owner, (ast.Constant, ast.JoinedStr)) or names & project:
+            found.append(word)
+    return found, private
+
+
+def test_what_tests_replace_is_seen():
+    source = ("from bench import a\nimport os\nmonkeypatch.setattr(a.B, '_c', 1)\n"
+              "monkeypatch.setattr('mm3d.x.y', 1)\nmonkeypatch.setattr(os, 'write', 1)\n")
+    assert replaced_names(source) == (["_c", "y"], ["_c"])
+
+
+def test_tests_replace_few_names():
+    """What a test hands in by a parameter, a variable or a file survives another inside."""
+    found = [replaced_names(path.read_text()) for path in (ROOT / "tests").rglob("*.py")]
+    private = [name for _, names in found for name in names]
+    assert private == PRIVATE
+    assert sum(len(names) for names, _ in found) <= REPLACED

@@ -8,18 +8,28 @@ from refused import has_verbs, parsers_of
 
 # Options of one name and several helps: one meaning, of which these say what is particular.
 PARTICULAR = {
-    **dict.fromkeys(("--data", "--zero", "--shards", "--stages", "--schedule", "--microbatches",
-                     "--context", "--context-way"),
+    **dict.fromkeys(("--data", "--zero", "--shards", "--context", "--context-way"),
                     "of a mesh that is run, or that is predicted"),
-    **dict.fromkeys(("--grid", "--hidden", "--ranks", "--scheme", "--inside"),
+    **dict.fromkeys(("--stages", "--schedule", "--microbatches"),
+                    "of a pipeline that is run, predicted or drawn, or of several measured ones"),
+    **dict.fromkeys(("--grid", "--hidden", "--scheme", "--inside"),
                     "one, or several that are measured or chosen from"),
-    **dict.fromkeys(("--seed", "--stop-file"),
-                    "of steps of a row or a training, or of other measurements"),
+    "--ranks": "those of the job, or of the rows that are chosen by them",
+    "--seed": "of what is drawn: parameters, input, matrices, dropout, the order of measurements",
+    "--stop-file": "what ends when it exists, a row or a training",
     **dict.fromkeys(("--form", "--shape", "--backward"), "of products measured, or shown once"),
-    **dict.fromkeys(("--dtype", "--backend"), "some verbs have fewer choices or a use"),
-    **dict.fromkeys(("--out", "--trace", "--torch", "--overlap", "--machine", "--beside", "--work",
-                     "--times", "--experts", "--steps", "--vocab"),
-                    "what is done with it differs")}
+    "--dtype": "which types the verb has", "--backend": "used, or only tried by doctor",
+    "--out": "the folder of all results, or the one file that the verb makes",
+    "--trace": "whose steps are written",
+    "--torch": "what PyTorch computes beside it",
+    "--overlap": "whether it is run, measured besides, never, or counted dry",
+    "--machine": "what is predicted or waited for by this model",
+    "--beside": "what is set beside: ScaLAPACK's product, or schedules by name",
+    "--work": "of rows, or of the actions of a pipeline",
+    "--times": "in units of --unit where ranks wait for them, else in any",
+    "--experts": "of the layer that is measured, or of layers of a model",
+    "--steps": "how many a training has, or the file of those that others measured",
+    "--vocab": "tokens of a model that has them anyway, or that turn layers into a GPT"}
 
 
 @functools.cache

@@ -5,6 +5,7 @@ import os
 import pydoc
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from bench.__main__ import parser as bench
 from bench.command_line import grids
 from jobs.__main__ import parser as jobs
 from refused import parsers_of
-from support import ROOT
+from support import ROOT, run_python
 
 PROGRAMS = {"bench": functools.cache(bench), "jobs": functools.cache(jobs)}
 NAMES = ("README.rst", *sorted(str(path.relative_to(ROOT)) for folder in (
@@ -52,6 +53,61 @@ def test_commands_are_understood(program, words):
         found = PROGRAMS[program]().parse_args([first, *rest])
         if first in ("dry", "plan"):
             grids.divide_among_replicas(found)    # refuses ranks that replicas do not divide
+
+
+# Commands that `test_cheap_commands_end_as_told` leaves out, by a pattern of all their words.
+LEFT_OUT = {
+    "bench (calibrate|doctor --gpu whole|measure|reproduce|run|train)( .*)?": "measures, for long",
+    "bench (doctor --gpu|measure gpu)": "needs a GPU",
+    "bench doctor --ranks .*": "needs the launcher of a cluster",
+    "bench judge .*": "needs the dumps of a program in PyTorch",
+    "bench cluster .*": "some kernels refuse it; `tests/bench/cluster` runs it where they do not",
+    "bench plan --(map|rules) .*": "predicts for minutes",
+    "bench predict --machine mine-8.toml .*": "needs the file that calibrate measures",
+    "bench report trace.json .*": "needs the trace of a run",
+    "jobs (collect|pipeline|status|submit|train)( .*)?": "needs Slurm"}
+# These are short all the same.
+AMONG_THEM = {"bench measure matmul --shape 64 --repetitions 1", "bench reproduce --paper list"}
+# The status of commands that do not end with 0.
+STATUS = {"bench dry --ranks 16 --grid 4x2x2": 1}    # it says that the memory is too small
+
+
+def executed() -> list[str]:
+    """The commands that are cheap, as they stand in the pages."""
+    lines = {f"{program} {' '.join(words.split())}" for program, words in commands()}
+    assert AMONG_THEM <= lines
+    return sorted(line for line in lines if line in AMONG_THEM
+                  or not any(re.fullmatch(pattern, line) for pattern in LEFT_OUT))
+
+
+def test_each_reason_to_leave_out_a_command_has_one():
+    lines = {f"{program} {' '.join(words.split())}" for program, words in commands()}
+    assert {pattern for pattern in LEFT_OUT
+            if not any(re.fullmatch(pattern, line) for line in lines)} == set()
+    assert all(any(line.startswith(begin) for line in executed()) for begin in STATUS)
+
+
+@pytest.mark.slow
+@pytest.mark.limit(400)
+@pytest.mark.parametrize("line", executed())
+def test_cheap_commands_end_as_told(line, tmp_path):
+    """In a folder with all results; what a reader would have measured are three runs of a row."""
+    for folder in (ROOT / "results").iterdir():
+        if folder.name != "local":
+            (tmp_path / "results").mkdir(exist_ok=True)
+            (tmp_path / "results" / folder.name).symlink_to(folder)
+    runs = sorted((ROOT / "results/paper-emulated").glob("strong-3d-p064-*.h5"))
+    for name in ("a", "b", "before", "after", "local/mine"):
+        (tmp_path / "results" / name).mkdir(parents=True)
+        for run in runs:
+            shutil.copy(run, tmp_path / "results" / name)
+    shutil.copy(runs[0], tmp_path / "FILE")
+    done = run_python("-m", *shlex.split(line), timeout=380, cwd=tmp_path, PYTHONPATH=str(ROOT))
+    wanted = next((status for begin, status in STATUS.items() if line.startswith(begin)), 0)
+    assert done.returncode == wanted and done.stdout and "Traceback" not in done.stderr, (
+        done.stdout + done.stderr)
+    assert not [path for path in tmp_path.iterdir() if path.name not in (
+        "results", "FILE", "all.h5")]    # nothing lies in the clone that git does not ignore
 
 
 def test_options_are_those_of_some_verb():

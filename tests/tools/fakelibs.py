@@ -132,6 +132,8 @@ TOLD_STRIDES = ("copy_rows", "softmax_forward", "softmax_recompute")    # of log
 class RawModule:
     """CUDA C++ compiled for this processor: every block's threads take turns (see host.h)."""
 
+    launched: list[str] = []    # the kernels of a test, in order
+
     def __init__(self, code: str, options: tuple[str, ...], name_expressions: list[str]) -> None:
         self.index = {name: n for n, name in enumerate(name_expressions)}
         launchers = "".join(f'extern "C" void launch{n}(Dim g, Dim b, void **a) '
@@ -145,6 +147,7 @@ class RawModule:
         function = getattr(self.library, f"launch{self.index[name]}")
 
         def launch(grid, block, arguments) -> None:
+            self.launched.append(name.partition("<")[0])
             # A kernel that is given a table of addresses follows them, too.
             tables = [seen_by_kernels(a.shell) if getattr(a, "dtype", 0) == np.uint64 else None
                       for a in arguments]
@@ -186,5 +189,6 @@ def modules(gpus: int = 1) -> dict[str, types.ModuleType]:
 
 def replace_cupy(monkeypatch, gpus: int = 1) -> None:
     """Have the stand-in imported as CuPy for one test."""
+    RawModule.launched.clear()
     for name, module in modules(gpus).items():
         monkeypatch.setitem(sys.modules, name, module)

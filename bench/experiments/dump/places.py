@@ -37,7 +37,7 @@ class Place:
 
     @property
     def first(self) -> "Place":
-        """Return the place of which this is a copy."""
+        """Return the place that this copies."""
         return Place(self.kind, self.name)
 
     def __str__(self) -> str:

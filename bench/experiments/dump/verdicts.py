@@ -256,7 +256,7 @@ def _judge_mask(dump: Dump, place: Place) -> Judged:
     """Judge a mask: replicas have different ones, and the right share stays.
 
     The error is the number of replicas with the mask of another one, or how many deviations the
-    share is off by, of which six are right.
+    share is off by; up to six are right.
     """
     mask = np.asarray(dump.tensors[place], bool)
     count = dump.ranks.get("data", 2)

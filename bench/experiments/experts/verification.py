@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from bench.checks import against_serial
+from bench.checks import against_serial, tolerances
 from bench.experiments.experts.plain import PlainExperts
 from bench.experiments.experts.problem import NAME, ExpertsSubject
 from bench.records.measurements import Check
@@ -80,7 +80,7 @@ def _compare(subject: ExpertsSubject, routing: str, blocks: list, gradients: dic
         chosen[place[:2]] = part.reshape(*y.shape[:2], case.experts.top)
     plain, expected = _plain_results(subject, routing, chosen)
     name = f"{routing}: "
-    forward, gradient = against_serial.tolerances(case.dtype, 1)
+    forward, gradient = tolerances.beside_serial(case.dtype, 1)
     tokens, kept = plain.counts, np.zeros(case.experts.count, np.int64)
     np.add.at(kept, plain.chosen[plain.kept], 1)
     checks = [Check(f"{name}choice of experts", plain.choice_error(),

@@ -11,9 +11,10 @@ import numpy as np
 from mpi4py import MPI
 
 import mm3d
-from bench.checks import against_serial, operation
+from bench.checks import operation, tolerances
 from bench.checks.against_serial import worst_error
-from bench.checks.freivalds import EPS, require_passed
+from bench.checks.freivalds import require_passed
+from bench.checks.tolerances import EPS
 from bench.checks.rounding import rounding_backend
 from bench.experiments.gpu import gpu_cases
 from bench.experiments.gpu.gpt_steps import FEW, GptStep, TorchGptStep, gradients_of, make_gpt
@@ -92,14 +93,14 @@ def check_model(mode: Mode, run_step: RunStep = run_model_step,
 
     The reference is in float64 for float64 and float32, else in NumPy rounded as `mode` rounds.
     """
-    few = str(mode) not in against_serial.TOLERANCES
+    few = str(mode) not in tolerances.SERIAL
     with rounding_backend(mode.tf32) as library:
         expected = run_step(library, mode.dtype if few else "float64")
     with mode:
         found = run_step(mode.backend, mode.dtype)
     error = float(np.max([_relative(a, expected[name]) for name, a in found.items()]))
     return Check(f"{what} of hidden {SIZES['hidden']} {mode}", error,
-                 against_serial.tolerances(str(mode), SIZES["layers"])[1])
+                 tolerances.beside_serial(str(mode), SIZES["layers"])[1])
 
 
 def check_layer(mode: Mode, run_step: RunStep = run_model_step,
@@ -154,7 +155,7 @@ def check_beside_torch(mode: Mode, what: str, results: dict[str, Array],
     WrongResult
         When one differs.
     """
-    tolerance = TORCH_ROUNDINGS * against_serial.tolerances(str(mode), layers)[1]
+    tolerance = TORCH_ROUNDINGS * tolerances.beside_serial(str(mode), layers)[1]
     found = []
     for name, a in results.items():
         shape = (-1, a.shape[-1]) if a.ndim > 1 else (1, -1)

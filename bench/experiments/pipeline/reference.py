@@ -6,7 +6,7 @@ import numpy as np
 from mpi4py import MPI
 
 from bench.agreement import agree
-from bench.checks import against_serial
+from bench.checks import tolerances
 from bench.experiments.pipeline.subject import PipelineCase, squared_error
 from bench.experiments.torch.child import TorchProcesses
 from bench.experiments.torch.pipeline import SCHEDULES
@@ -111,7 +111,7 @@ class TorchPipeline:
             p.name: squared_error(found[p.name],
                                   p.grid.backend.to_host(p.grad).reshape(p.public_shape))
             for p in self.subject.pipeline.parameters}
-        tolerance = against_serial.tolerances(self.case.stack.dtype, self.case.sizes.layers)[1]
+        tolerance = tolerances.beside_serial(self.case.stack.dtype, self.case.sizes.layers)[1]
         return [Check(f"PyTorch's gradient of {name}", float(np.sqrt(error / norm)), tolerance)
                 for one in self.mesh.comm.allgather(squares)
                 for name, (error, norm) in one.items()]

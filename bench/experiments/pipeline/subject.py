@@ -8,7 +8,7 @@ from typing import Any, Iterator
 import numpy as np
 
 import mm3d
-from bench.checks import against_serial
+from bench.checks import tolerances
 from bench.records.measurements import Check
 from mm3d import ModelSizes
 from mm3d.arrays.backend import Array
@@ -175,7 +175,7 @@ class LayersSubject:
             for name, pair in one.items():
                 squares[name] = squares.get(name, np.zeros(2)) + pair
         # On different grids sums are rounded in other orders, and inputs of layers differ.
-        tolerance = 0.0 if same_grids else against_serial.tolerances(
+        tolerance = 0.0 if same_grids else tolerances.beside_serial(
             stack.dtype, stack.layers)[1]
         return [Check(f"gradient of {name}", float(np.sqrt(error / norm)), tolerance)
                 for name, (error, norm) in squares.items()]

@@ -1,15 +1,16 @@
 """Measure every distributed product of one shape on the same ranks, beside bounds and models."""
 
 import gc
-import math
 from contextlib import ExitStack
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import asdict, astuple, replace
 from typing import Callable, ContextManager, Sequence
 
 import numpy as np
 
 from bench.errors import UsageError
 from bench.experiments.products import operands
+from bench.experiments.products.counts import (COUNTS, CountedProduct, count_dry,
+                                               count_product)
 from bench.experiments.products.matmul import check_results
 from bench.experiments.products.problem import Problem, product_grid
 from bench.instruments.clock import Clock
@@ -20,37 +21,6 @@ from bench.records.assembly import make_record
 from bench.records.measurements import Check, Measurements
 from mm3d.grid.shape import GridShape
 from mm3d.schemes.products_alone import algorithms_with_products
-from mm3d.tracing.dry_arrays import DryBackend
-from mm3d.tracing.events import Gemm
-from mm3d.tracing.observe import observed
-from mm3d.tracing.trace import Trace
-from mm3d.transport.communicators import DryCommunicator
-
-COUNTS = ("words", "messages", "rounds", "stored", "operations")
-
-
-@dataclass(frozen=True)
-class CountedProduct:
-    """What one rank counts in one product.
-
-    Attributes
-    ----------
-    words, messages, rounds : int
-        Words and blocks as `mm3d.grid.axis.Traffic` counts them, and calls of collectives, which
-        follow one another.
-    stored, operations : int
-        Elements of this rank's blocks of A, B and C, and floating-point operations of its local
-        products.
-    memory : int
-        The most bytes of arrays at one time, with those of A, B and C.
-    """
-
-    words: int
-    messages: int
-    rounds: int
-    stored: int
-    operations: int
-    memory: int
 
 
 def usable_products(ranks: int, names: Sequence[str] | None
@@ -66,35 +36,6 @@ def usable_products(ranks: int, names: Sequence[str] | None
         except ValueError as error:
             missing[name] = str(error)
     return grids, missing
-
-
-def count_product(problem: Problem, phase: str = "forward") -> CountedProduct:
-    """Count the traffic, the memory and the work of one product on this rank."""
-    grid, trace = problem.grid, Trace()
-    trace.kinds = (Gemm,)    # its own traffic is what the grid counts
-    grid.reset_traffic()
-    grid.backend.reset_peak()
-    with observed(grid, trace):
-        result = getattr(problem, phase)()
-    memory = grid.backend.memory()["peak"]
-    del result
-    found = list(grid.traffic().values())
-    stored = sum(math.prod(layout.local_shape(grid, problem.shapes[name]))
-                 for name, layout in problem.layouts.items())
-    return CountedProduct(sum(one.words for one in found), sum(one.messages for one in found),
-                          sum(one.calls for one in found), stored, trace.flops(trace.phase),
-                          memory)
-
-
-def count_dry(name: str, form: str, sizes: GridShape, shape: tuple[int, int, int], dtype: str,
-              phase: str = "forward") -> list[CountedProduct]:
-    """Count what each rank of a grid does, without data.
-
-    Memory is that of a rank which receives all that it reads; ranks that share memory take less.
-    """
-    return [count_product(Problem(name, form, product_grid(
-        name, DryCommunicator(sizes.ranks, rank), sizes, DryBackend()), shape, dtype), phase)
-        for rank in range(sizes.ranks)]
 
 
 def measure_side_by_side(form: str, shape: tuple[int, int, int], dtype: str, comm,

@@ -6,43 +6,15 @@ from dataclasses import asdict
 import numpy as np
 from mpi4py import MPI
 
-import mm3d
 from bench.cases.case import Case
 from bench.cases.paper import Row
-from bench.cases.variants import Variant
 from bench.experiments.products import operands
 from bench.experiments.rows.settings import Settings
 from bench.instruments import host, timing
 from bench.records import model_run
+from bench.records.kinds.model import expected_words
 from bench.records.measurements import Check, Group, Setting, grid_settings
-from mm3d import ModelSizes
-from mm3d.grid.axis import COLLECTIVES
-from mm3d.grid.shape import GridShape
 from mm3d.model.architecture import INNER_FACTOR
-from mm3d.tracing.events import PHASES
-
-
-def expected_words(scheme: str, grid: GridShape, sizes: ModelSizes, variant: Variant,
-                   recompute: str, directions: tuple[str, ...] | None = None) -> np.ndarray:
-    """Compute the words of one step in closed form, for `bench.records.model_run.Run`.
-
-    Parameters
-    ----------
-    directions : tuple of str, optional
-        The directions of the result; those of a new record unless given.
-
-    Returns
-    -------
-    ndarray of int64
-        Words, (phases, directions, collectives).
-    """
-    directions = directions or model_run.directions_of(grid)
-    forms = mm3d.cost.words(scheme, grid, sizes, recompute, **variant.options(scheme))
-    expected = np.zeros((len(PHASES), len(directions), len(COLLECTIVES)), np.int64)
-    for phase, name in enumerate(PHASES):
-        for (axis, collective), words in forms[name].items():
-            expected[phase, directions.index(axis), COLLECTIVES.index(collective)] = words
-    return expected
 
 
 def row_configuration(one: Case, scheme, settings: Settings) -> dict[str, Setting]:

@@ -13,7 +13,8 @@ from mpi4py import MPI
 
 import mm3d
 from bench.cases.combined import TrainingCase
-from bench.checks.against_serial import TOLERANCES, worst_error
+from bench.checks.against_serial import worst_error
+from bench.checks.tolerances import SERIAL
 from bench.checks.freivalds import require_passed
 from bench.errors import Failed
 from bench.experiments.rows.dilation import Dilation, note_dilation, run_free, set_links, slow_down
@@ -117,7 +118,7 @@ def verify(model: mm3d.GPT, config: Config) -> list[Check]:
                           MPI.COMM_SELF)
         wanted = losses_and_gradients(TimedTraining(serial))
         serial.free()
-        of_loss, of_gradient = TOLERANCES[config.model.dtype]
+        of_loss, of_gradient = SERIAL[config.model.dtype]
         checks = [Check(name, worst_error([(tuple(map(slice, a.shape)), found[name])], a),
                         of_gradient if name.startswith("gradient") else of_loss)
                   for name, a in wanted.items()]

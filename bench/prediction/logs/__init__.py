@@ -1,1 +1,1 @@
-"""Logs of other benchmarks, of which a machine file is made."""
+"""Make a machine file from logs of other benchmarks."""

@@ -50,7 +50,7 @@ def mesh_shape(copies: int, shards: int, stages: int, grid: GridShape) -> GridSh
 
 @cache
 def mesh_strides(mesh: GridShape, inside: str) -> dict[str, int]:
-    """Return the strides over the nodes of the directions of a mesh, of which `inside` is fastest.
+    """Return the strides of a mesh's directions over the nodes, with `inside` the fastest.
 
     See `bench.instruments.placement.mesh_order`, which says the errors.
     """

@@ -207,7 +207,7 @@ class Training:
                      if one == 1 or experts and one <= experts.count)
 
     def micros(self, choice: Choice) -> Iterator[int]:
-        """List the sequences of a micro-batch of which each rank has a part."""
+        """List the numbers of sequences of a micro-batch that give every rank rows."""
         for micro in divisors(self.batch // choice.data):
             if has_rows(choice.scheme, choice.grid, micro, self.seq // choice.context):
                 yield micro

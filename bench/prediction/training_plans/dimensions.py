@@ -64,7 +64,7 @@ OF_STATE = ("ZeRO", "shards")    # what replicas divide
 
 
 def searched(training: Training) -> list[str]:
-    """List the dimensions of which plans of a training have more than one value."""
+    """List the dimensions in which plans of a training differ."""
     known = {"experts": training.gpt.experts is not None, "context": training.long}
     return [name for name in DIMENSIONS if known.get(name, True)]
 

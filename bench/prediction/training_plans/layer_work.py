@@ -123,7 +123,7 @@ class Layers:
     Parameters
     ----------
     training : Training
-        One of them, of which nothing else is seen.
+        One of them; only what they share is read.
     """
 
     def __init__(self, training: Training) -> None:
@@ -314,7 +314,7 @@ def traced_bytes(alone: Sequence[Trace], whole: Trace | None = None,
                  group: int = 1) -> LayerBytes:
     """Return the bytes of a layer by `trace_alone`, and those of its ends by the GPT `whole`.
 
-    Both have a `group` of layers, of which bytes that are kept are the mean.
+    Both have a `group` of layers, by which kept bytes are divided.
     """
     one, *two = alone
     working = [found.peak - found.parameters - one.saved for found in (one, whole or one)]

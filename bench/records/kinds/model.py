@@ -4,11 +4,17 @@ Useful operations are those of all matrix products of a step, each product once,
 backward repeats or several ranks duplicate.
 """
 
+import numpy as np
+
+from bench.cases.variants import Variant
+from bench.records import model_run
 from bench.records.kinds import Derived, require_as_many
 from bench.records.measurements import Measurements
 from mm3d import ModelSizes
 from mm3d.grid.axis import COLLECTIVES
+from mm3d.grid.shape import GridShape
 from mm3d.model import cost
+from mm3d.tracing.events import PHASES
 
 BOTH = {"phase": [["forward", "backward"]]}
 COUNTED = "phase rank axis collective"
@@ -83,6 +89,29 @@ def derive(record: Measurements) -> Derived:
     sizes.check()
     again = cost.flops_again(sizes, str(record.configuration.get("recompute", "none")))
     return {"flops": (sum(cost.flops(sizes).values()), "1"), "flops_again": (again, "1")}
+
+
+def expected_words(scheme: str, grid: GridShape, sizes: ModelSizes, variant: Variant,
+                   recompute: str, directions: tuple[str, ...] | None = None) -> np.ndarray:
+    """Compute the words of one step in closed form, as `bench.records.model_run.Run` has them.
+
+    Parameters
+    ----------
+    directions : tuple of str, optional
+        The directions of the result; those of a new record unless given.
+
+    Returns
+    -------
+    ndarray of int64
+        Words, (phases, directions, collectives).
+    """
+    directions = directions or model_run.directions_of(grid)
+    forms = cost.words(scheme, grid, sizes, recompute, **variant.options(scheme))
+    expected = np.zeros((len(PHASES), len(directions), len(COLLECTIVES)), np.int64)
+    for phase, name in enumerate(PHASES):
+        for (axis, collective), words in forms[name].items():
+            expected[phase, directions.index(axis), COLLECTIVES.index(collective)] = words
+    return expected
 
 
 def check_texts(run: Measurements) -> None:

@@ -103,7 +103,7 @@ def share_text(one: Emulated) -> str:
 
 
 def _batch_of(row: Row) -> str:
-    """Say with the batch of which scheme a row is run, if it is another's."""
+    """Name the scheme whose batch a row has, if it is another's."""
     return f", batch of {title(row.like)}" * bool(row.like)
 
 

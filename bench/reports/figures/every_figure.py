@@ -10,7 +10,7 @@ from typing import Iterable, Iterator, Sequence
 from bench.errors import UsageError
 from bench.records.folder import FolderContents
 from bench.records.measurements import Measurements
-from bench.reports.emulated import waited_rows
+from bench.reports.emulated import swept_rates, waited_rows
 from bench.reports.figures import experts, link_sweep, style
 from bench.reports.figures.style import Drawing, LeftOut
 
@@ -63,10 +63,10 @@ def _by_name(place: str, subject: object) -> object:
 
 def make_drawings(found: FolderContents) -> Iterator[Drawing]:
     """List every figure of a folder."""
-    joined = import_module("bench.reports.emulation.at_rates").join_rates(found.rows)
     return itertools.chain(make_row_drawings(found), make_measured_drawings(found.measurements),
                            _by_name("combined.make_combined_drawings", found.measurements),
-                           link_sweep.make_sweep_drawings([*found.measurements, *joined]))
+                           link_sweep.make_sweep_drawings(
+                               [*found.measurements, *swept_rates(found.rows)]))
 
 
 def make_row_drawings(found: FolderContents, talk: bool = False) -> Iterator[Drawing]:

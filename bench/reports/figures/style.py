@@ -11,6 +11,7 @@ from typing import Any, Callable, Iterable, Iterator, Sequence
 
 from bench.errors import UsageError
 from bench.records import atomic
+from bench.reports.figures import METADATA
 from mm3d.console import complain, say
 
 # Okabe and Ito's colours, told apart with every kind of colour vision; markers, for print.
@@ -22,8 +23,6 @@ CYCLE = ((VERMILION, "o"), (GREEN, "s"), (BLUE, "^"), (ORANGE, "v"), (PURPLE, "D
 IN_PANEL = 5    # lines of a legend in a panel; a longer one stands beside all panels
 BESIDE = 1.9    # inches for it
 SIDES = (-0.21, 0.21)    # of a place, at which stacks of forward and backward stand
-# Without dates and versions: the same figure gives the same file.
-METADATA = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
 
 
 class LeftOut(Exception):

@@ -70,7 +70,7 @@ def _figures(one: Tested, planner: Tested) -> list[Cell]:
 
 
 def _largest_loss(plan: TrainingPlan, best: TrainingPlan) -> str:
-    """Name the share of time of which a plan has the most more than the best; "" if none."""
+    """Name the share of time by which a plan loses most to the best; "" if none."""
     more = {name: plan.step.shares[name] - best.step.shares[name] for name in SHARES}
     name = max(more, key=more.__getitem__)
     return f"{LIMITS[name]}, {more[name]:.2g} s" if more[name] > 1e-4 * best.seconds else ""

@@ -8,9 +8,9 @@ Along the direction that divides the experts there are two ways.
 - *Gather*: each rank gathers all tokens, and what they chose, and takes the rows of its own
   experts; the sums over its experts are reduce-scattered.
 
-Over all ranks an exchange moves h words for each pair whose expert is elsewhere, and a gather h
-words and a few more for each token and rank elsewhere, whatever the choice: less where a token
-goes to most ranks.  The way that moves fewer words is taken, by counts that all ranks know.
+Over all ranks an exchange moves h words per remote (token, expert) pair, a gather about h words
+per token and remote rank: less where a token goes to most ranks.  The way that moves fewer words
+is taken, by counts that all ranks know.
 
 In both ways a rank gets the rows of its experts in the order of experts and then of tokens, the
 order on a single rank.

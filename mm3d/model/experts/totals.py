@@ -4,13 +4,11 @@ import math
 from collections import deque
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Callable, Iterator, Sequence
+from typing import Any, Iterator
 
 import numpy as np
 
 from mm3d.arrays.plain_numbers import PlainNumbers
-from mm3d.grid.axis import Axis
-from mm3d.model.parameters import Parameter
 
 
 @dataclass(frozen=True)
@@ -60,23 +58,6 @@ def utilisation_entropy(totals: np.ndarray) -> float:
     return float(-(share * np.log(share)).sum() / math.log(len(got))) + 0.0
 
 
-@dataclass(frozen=True)
-class ExpertRanks:
-    """Hold the ranks outside a tensor group that tokens and experts are divided among."""
-
-    # Directions along which ranks have other sequences of the same batch, the slowest first.
-    replicas: Sequence[Axis] = ()
-    # The one of them that divides the experts; None if each replica has all of them.
-    axis: Axis | None = None
-    # Makes the parameters of divided experts, from the arguments of
-    # `mm3d.model.parameters.Parameter`, with layouts on the tensor group and with the global
-    # shape, whose first dimension is divided along `axis`.
-    create_parameter: Callable[..., Parameter] | None = None
-    # Number of sequences of all replicas, divided among them as evenly as can be; by default each
-    # has as many as this one.
-    batch: int | None = None
-
-
 class Routings(PlainNumbers):
     """Record how the tokens of a model's passes are routed, for recomputation and reports.
 
@@ -88,7 +69,7 @@ class Routings(PlainNumbers):
 
     def __init__(self) -> None:
         self.scale, self.totals = 1.0, []
-        self.biases: dict[str, Parameter] = {}
+        self.biases: dict[str, Any] = {}
         self._recorded: list[Any] | None = None
         self._replayed: deque[Any] = deque()
 

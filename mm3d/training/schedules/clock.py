@@ -1,7 +1,7 @@
 """Compute when each action of a schedule begins and ends, exactly, and what it keeps meanwhile.
 
-An action begins when its rank has ended the one before and its inputs have arrived.  A result
-arrives on another rank one hop after the end of the action; on the same rank at that end.
+An action begins when the previous action on its rank is done and its inputs have arrived.  A
+result arrives on another rank one hop after the end of the action; on the same rank at that end.
 """
 
 from dataclasses import dataclass

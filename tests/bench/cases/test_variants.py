@@ -12,7 +12,7 @@ from bench.cases import variants
 from bench.cases.case import make_case
 from bench.cases.selection import select_rows
 from bench.cases.variants import Variant
-from bench.checks import against_serial
+from bench.checks import against_serial, tolerances
 from bench.command_line import row_options
 from bench.experiments.rows import resume
 from bench.records import run_file
@@ -220,8 +220,8 @@ def test_wrong_gradients_in_16_bits_are_seen(comm, name, layers):
 def test_tolerances_are_a_few_roundings():
     """A factor of 1.02 is seen in bfloat16, of up to two layers, and of 1.003 in float16."""
     for rounding, seen in (("bfloat16", 0.02), ("float16", 0.003), ("tf32", 0.003)):
-        assert max(against_serial.tolerances(rounding, 2)) < seen
-    assert against_serial.tolerances("float32", 24) == against_serial.TOLERANCES["float32"]
+        assert max(tolerances.beside_serial(rounding, 2)) < seen
+    assert tolerances.beside_serial("float32", 24) == tolerances.SERIAL["float32"]
 
 
 def test_bfloat16_is_known_where_a_backend_has_it(monkeypatch):

@@ -2,7 +2,7 @@
 import numpy as np
 import pytest
 
-from bench.checks import against_serial, operation
+from bench.checks import operation, tolerances
 from bench.checks.rounding import RoundedBackend, rounding_backend, to_tf32
 from bench.errors import WrongResult
 from bench.experiments.gpu import device_checks
@@ -69,7 +69,7 @@ def run_step(library, dtype):
 
 def test_what_rounds_in_the_same_places_is_the_same(mode):
     assert device_checks.check_model(mode, run_step).error == 0
-    tolerance = against_serial.tolerances(str(mode), 1)[1]
+    tolerance = tolerances.beside_serial(str(mode), 1)[1]
     assert device_checks.check_layer(mode, run_step)[0].tolerance == tolerance
 
 

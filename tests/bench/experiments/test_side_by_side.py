@@ -5,6 +5,7 @@ from mpi4py import MPI
 
 from bench.errors import UsageError, WrongResult
 from bench.experiments.products import side_by_side
+from bench.experiments.products.counts import count_dry
 from bench.experiments.products.matmul import Limits, check_results
 from bench.experiments.products.problem import Problem, product_grid
 from bench.records import run_file
@@ -101,8 +102,7 @@ def test_a_named_product_that_does_not_fit_is_refused():
 
 
 def test_faces_are_unbalanced_and_operands_with_copies_have_no_bound():
-    counts = {name: side_by_side.count_dry(name, "ab", GridShape("xyz", (2, 2, 2)), (8, 8, 8),
-                                           "float64")
+    counts = {name: count_dry(name, "ab", GridShape("xyz", (2, 2, 2)), (8, 8, 8), "float64")
               for name in ("faces", "3d", "2.5d")}
     stored = {name: [one.stored for one in found] for name, found in counts.items()}
     assert stored["faces"] == [48, 32, 32, 16, 32, 16, 16, 0] and stored["3d"] == [24] * 8

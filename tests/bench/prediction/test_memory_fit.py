@@ -6,7 +6,7 @@ import pytest
 import mm3d
 from bench.__main__ import main
 from bench.cases.selection import select_rows
-from bench.checks import layer_residuals
+from bench.checks import layer_residuals, tolerances
 from bench.errors import UsageError
 from bench.prediction import memory_fit
 from bench.reports.merit_rows import recomputation_notes
@@ -108,7 +108,7 @@ def test_residuals_are_of_the_model_that_recomputes(comm):
                                  recompute=name)
         before = model.layers.layers
         checks = layer_residuals.check_step(model, model.random("x"), model.random("dy"), 0)
-        assert {c.quantity for c in checks} == layer_residuals.tolerances(
+        assert {c.quantity for c in checks} == tolerances.layer_by_layer(
             3, "float32").keys(), name
         assert all(check.passed for check in checks), name
         assert model.layers.layers is before

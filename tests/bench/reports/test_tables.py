@@ -256,8 +256,11 @@ def test_emulated_clusters_are_named(tmp_path):
 
 
 @pytest.mark.parametrize("printed", [
-    "paper-laptop/tables.txt", "paper-emulated/tables.txt", "gpu/tables.txt", "layer/tables.txt",
-    "products/tables.txt", "products/pipelined/tables.txt", "experts/experts.txt", "step/step.txt",
+    "paper-laptop/tables.txt", "paper-emulated/tables.txt", "gpu/tables.txt",
+    "gpu/h100/tables.txt", "large-messages/tables.txt", "layer/tables.txt",
+    "layer/numba/tables.txt", "layer/xeon/tables.txt", "products/tables.txt",
+    "products/algorithms/tables.txt", "products/pipelined/tables.txt",
+    "products/pipelined-4-nodes/tables.txt", "experts/experts.txt", "step/step.txt",
     "training/meshes/meshes.txt"])
 def test_a_folder_gives_the_tables_that_its_verb_printed(printed):
     """Published figures beside measured ones, speed-ups, notes: all that a folder holds."""

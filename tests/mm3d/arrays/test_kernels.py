@@ -2,6 +2,7 @@
 pairs in float64; and their source, compiled for GPUs where NVRTC is installed."""
 import ctypes
 import os
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -446,7 +447,8 @@ def test_products_of_one_matrix_or_several_are_exact_and_add(cupy, several, gaps
 def test_only_products_of_float32_use_tensorfloat(cupy, monkeypatch):
     """As the backend says at the call: modes change it."""
     told, binding = [], cupy.cublas.binding
-    monkeypatch.setattr(cupy.cublas, "_call", lambda name, *given: told.append(given[-2]))
+    monkeypatch.setattr(cupy.cublas, "library", SimpleNamespace(
+        cublasGemmStridedBatchedEx=lambda *given: told.append(given[-2])))
     for tf32 in (True, False):
         monkeypatch.setattr(cupy, "tf32", tf32)
         for name in ("float32", "float16", "float64"):

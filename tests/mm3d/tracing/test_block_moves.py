@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+import mm3d
 from mm3d.grid.layout import Layout
 from mm3d.grid.shape import GridShape
 from mm3d.schemes import find_scheme
@@ -100,13 +101,9 @@ def test_a_picture_that_would_lie_is_an_error(monkeypatch, wrong, problem):
     """Other words than the code counts, another layout of C, another product."""
     plain = block_replay.Replay.__init__
     if wrong == "words":
-        count = block_moves.WordRecorder._count
-
-        def more(recorder):
-            count(recorder)
-            recorder.found[-1:] = [replace(one, words=one.words + 1)
-                                   for one in recorder.found[-1:]]
-        monkeypatch.setattr(block_moves.WordRecorder, "_count", more)
+        traffic = mm3d.Grid.traffic
+        monkeypatch.setattr(mm3d.Grid, "traffic", lambda grid: {
+            key: replace(one, words=one.words + 1) for key, one in traffic(grid).items()})
 
     def init(replay, form, grid, layouts, shape):
         if wrong == "layout":

@@ -11,7 +11,7 @@ from mpi4py import MPI
 import fakecupy
 import fakelibs
 import mm3d
-from bench.checks import against_serial, rounding
+from bench.checks import rounding, tolerances
 from bench.instruments import hidden_time, host as machine
 from mm3d import selftest
 from mm3d.arrays import backend, cupy_backend
@@ -173,7 +173,7 @@ def test_float32_masters(comm, carried, dtype):
     with Parallelism("3d", (1, comm.size, 1)).on(comm, "cupy") as scheme:
         model = mm3d.Transformer(scheme, **options)
         results = train(model, *data(**SIZES["uneven"]))
-        limits = against_serial.tolerances(dtype, layers=1)
+        limits = tolerances.beside_serial(dtype, layers=1)
         wrong = differences(model, results, expected, *limits)
         # One that is off by 2 % in bfloat16, and by 0.3 % in float16, would be seen by a rank that
         # has all of it; of a part, which is held against the norm of the whole, it takes more.
