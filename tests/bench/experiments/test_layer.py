@@ -157,7 +157,10 @@ def test_calls_and_words_stand_beside_those_of_colossalai(comm, shared_tmp_path)
     words, calls = run.raw["words"].values, run.raw["calls"].values
     assert words[0].mean() == 20024 and (words[1] == 20020.5 + np.arange(8)).all()
     assert (calls == 36).all()
-    assert "other / layer" in text and "(ColossalAI)" in text
+    said = " ".join(text.split())
+    ratio = f"{run.values('ratio')[2, 0]:.2f}"    # as the table has it, too
+    assert f"instead of {ratio} (ColossalAI), with ColossalAI's" in said
+    assert "ColossalAI / mm3d would be" in said and "with PyTorch's" not in said
     (row,) = tables([run])[0].rows
     assert {"ColossalAI", "both", "36.0", "20024"} <= set(map(str, row))
 
