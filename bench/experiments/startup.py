@@ -25,6 +25,7 @@ from mm3d.grid.split import Split
 MOST_RANKS = 4096    # that one machine starts
 PHASES = ("all ranks run", "grid", "model", "first step", "step")
 CALLS = 100    # of the small gather
+ROUNDS = 3    # of a number of ranks, without mm3d and with it
 PROGRAM = __spec__.name    # of this module, also where it is run as a program
 MAPS = Path("/proc/self/smaps_rollup")    # what the system counts of a process' memory
 PLAIN = f"""

@@ -5,7 +5,8 @@ from statistics import median
 
 from bench.command_line import options
 from bench.document import Column, Notes, Part, Table
-from bench.experiments.startup import CALLS, FailedJob, PHASES, check_cubes, measure_start
+from bench.experiments.startup import (CALLS, FailedJob, PHASES, ROUNDS, check_cubes,
+                                       measure_start)
 from mm3d import launcher
 from mm3d.console import complain
 
@@ -16,15 +17,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``measure start``."""
     parser.add_argument("--ranks", type=options.numbers, default=[8, 27, 64], metavar="N,...",
                         help="numbers of ranks, which must be cubes (default 8,27,64)")
-    parser.add_argument("--rounds", type=options.whole(1), default=3, metavar="N", help=(
-        "start each so often with mm3d and without, in turns (default 3)"))
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Start jobs of each number of ranks and print the tables; return the exit status."""
     check_cubes(arguments.ranks)
     try:
-        found = [(ranks, [measure_start(ranks) for _ in range(arguments.rounds)])
+        found = [(ranks, [measure_start(ranks) for _ in range(ROUNDS)])
                  for ranks in arguments.ranks]
     except FailedJob as error:
         complain(f"failed: {error}")
@@ -58,7 +57,7 @@ def tables(found: list[tuple[int, list[tuple[dict, dict]]]]) -> list[Part]:
     return [Table(f"Many ranks on {launcher.cores()} cores", columns, rows),
             Table("Memory of rank 0", memory, held),
             Notes("About these figures:", [
-                f"medians of {len(found[0][1])} rounds; in each a program that imports NumPy and "
+                f"medians of {ROUNDS} rounds; in each a program that imports NumPy and "
                 "mpi4py and meets, then one of mm3d, by the same launcher; / mpi4py: the median "
                 "of the ratios of a round",
                 "a step is forward and backward of one tiny layer; the gather is the "

@@ -16,8 +16,7 @@ ALONE = "MPI_LOCALNRANKS", "1"    # as on a node without a launcher
 
 @pytest.mark.slow
 def test_many_ranks_are_started_and_timed():
-    done = run_python("-m", "bench", "measure", "start", "--ranks", "1,8", "--rounds", "1",
-                      MM3D_TRANSPORT="shared")
+    done = run_python("-m", "bench", "measure", "start", "--ranks", "1,8", MM3D_TRANSPORT="shared")
     assert done.returncode == 0, done.stderr
     rows = [line.split() for line in done.stdout.splitlines() if line[:1].isdigit()]
     assert [row[:2] for row in rows[:2]] == [["1", "mpi"], ["8", "shared"]]
@@ -38,7 +37,7 @@ def test_ranks_are_started_as_root_and_beyond_the_cores_too(monkeypatch, capsys)
     monkeypatch.setenv("OMPI_ALLOW_RUN_AS_ROOT", "0")
     monkeypatch.setattr(startup, "run_child", run)
     monkeypatch.setenv(*ALONE)
-    assert verb.run(Namespace(ranks=[1], rounds=1)) == 1
+    assert verb.run(Namespace(ranks=[1])) == 1
     assert capsys.readouterr() == ("", "failed: 1 ranks:\nno ranks\n")
     assert given == os.environ | launcher.PERMISSIONS | {"OMPI_ALLOW_RUN_AS_ROOT": "0"}
 
@@ -52,7 +51,7 @@ def test_each_job_has_a_row(monkeypatch):
     shown, rounds = [], iter(3 * plain)
     monkeypatch.setattr(verb, "measure_start", lambda ranks: (next(rounds), told))
     monkeypatch.setenv(*ALONE)
-    assert verb.run(Namespace(ranks=[8, 1, 8], rounds=3, show=shown.extend)) == 0
+    assert verb.run(Namespace(ranks=[8, 1, 8], show=shown.extend)) == 0
     assert [row[0] for row in shown[0].rows] == [8, 1, 8]
     assert all(row[2:4] + row[-2:-1] == ["1.50", "3.00", "2.00"] for row in shown[0].rows)
     assert shown[1].rows[:2] == [[8, "NumPy, mpi4py", "Python", "2.0", "1.0"],
