@@ -4,9 +4,12 @@ Words are exact; flops and elementwise work follow from the sizes of the blocks.
 """
 
 import math
+import operator
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import Callable, Iterable, Mapping
+from functools import cache, partial
+from typing import Any, Callable, Iterable, Mapping, NamedTuple, Sequence
+
+import numpy as np
 
 from bench.cases.variants import itemsize
 from bench.prediction import machine_model
@@ -15,7 +18,7 @@ from bench.prediction.layer_blocks import (ADDED, BlockSizes, LayerKind, element
                                            gradient_words)
 from bench.prediction.seconds import achieved_seconds, collective_terms, gemm_seconds
 from mm3d import ModelSizes
-from mm3d.grid.shape import GridShape
+from mm3d.grid.shape import GridShape, GridShapes
 from mm3d.model import cost
 from mm3d.model.attention.costs import context_moves
 from mm3d.model.experts.options import ExpertOptions
@@ -79,20 +82,61 @@ def words_over_bound(name: str, grid: GridShape, sizes: ModelSizes) -> float:
     moved = least = 0.0
     for product, times in cost.products(sizes).items():
         moves = find_scheme(name).product_moves(grid, product)[0]
-        moved += times * sum(m.words for m in moves if grid[m.axis] > 1) / grid.ranks
+        moved += times * sum(m.words for m in moves if grid.example[m.axis] > 1) / grid.ranks
         least += times * cost.lower_bound(*product.extents, grid.ranks)
     return moved / least if least > 0 else math.nan
 
 
+def screen_grids(candidates: Iterable[tuple[str, GridShape]], machine: machine_model.Machine,
+                 stack: Stack) -> list[Plan]:
+    """Predict a step of each scheme on its grid by closed forms.
+
+    Grids on which a scheme has the same layouts are counted together (`GridShapes`).  With experts
+    no token is dropped, and all experts' products are as fast as one product.
+    """
+    groups: dict[tuple, dict[int, GridShape]] = {}
+    for place, (name, grid) in enumerate(candidates):
+        layouts = [find_scheme(name).layouts(grid, *rows)
+                   for rows in ((stack.batch, stack.seq), (1, 1))]
+        alike = name, *layouts, tuple(size == 1 for size in grid.sizes)
+        groups.setdefault(alike, {})[place] = grid
+    screen = partial(_screen, machine, stack, collective_price(machine),
+                     cache(partial(gemm_seconds, machine)))
+    found: dict[int, Plan] = {}
+    for (name, *_), grids in groups.items():
+        found.update(zip(grids, screen(name, [*grids.values()])))
+    return [found[place] for place in sorted(found)]
+
+
+def _screen(machine: machine_model.Machine, stack: Stack, price: Price,
+            product_seconds: Callable[[Gemm], float], name: str,
+            grids: Sequence[GridShape]) -> list[Plan]:
+    """Predict a step on each of the grids: of all at once, if the scheme can count them so."""
+    grid = GridShapes(grids) if len(grids) > 1 else grids[0]
+    try:
+        found, words = grid_work(name, grid, machine, stack, product_seconds=product_seconds)
+        bound = math.nan if stack.experts else words_over_bound(name, grid, stack.sizes)
+    except (TypeError, ValueError):    # of arrays, where a closed form compares sizes
+        if len(grids) == 1:
+            raise
+        return [plan for one in grids
+                for plan in _screen(machine, stack, price, product_seconds, name, [one])]
+    seconds = [found[phase].seconds(partial(_of_each, price)) for phase in PHASES]
+    columns = [np.broadcast_to(np.array(numbers, object), len(grids)).tolist()
+               for numbers in (*seconds, *words.values(), bound)]
+    return [Plan(name, one, forward, backward, dict(zip(words, moved)), over)
+            for one, forward, backward, *moved, over in zip(grids, *columns)]
+
+
 def screen_grid(name: str, grid: GridShape, machine: machine_model.Machine,
                 stack: Stack) -> Plan:
-    """Predict a step of a scheme on a grid by closed forms.
+    """Predict a step of a scheme on a grid, as `screen_grids` does."""
+    return screen_grids([(name, grid)], machine, stack)[0]
 
-    With experts no token is dropped, and all experts' products are as fast as one product.
-    """
-    (found, words), price = grid_work(name, grid, machine, stack), collective_price(machine)
-    bound = math.nan if stack.experts else words_over_bound(name, grid, stack.sizes)
-    return Plan(name, grid, *(found[phase].seconds(price) for phase in PHASES), words, bound)
+
+def _of_each(function: Callable[[Any], float], event: NamedTuple) -> Any:
+    """Apply a function of an event to each of those whose numbers an event's arrays hold."""
+    return np.frompyfunc(lambda *fields: function(type(event)(*fields)), len(event), 1)(*event)
 
 
 @dataclass(frozen=True)
@@ -128,7 +172,7 @@ def collectives_of(moves: Iterable[Move], grid: GridShape,
     found = []
     for move in moves:
         g = grid[move.axis]
-        if g > 1:
+        if grid.example[move.axis] > 1:
             whole = move.words / grid.ranks * size * g / (g - 1) / move.calls
             whole /= 2 if move.collective == "all_reduce" else 1
             found.append((Collective(move.collective, move.axis, g, grid.stride(move.axis),
@@ -137,13 +181,15 @@ def collectives_of(moves: Iterable[Move], grid: GridShape,
 
 
 def grid_work(name: str, grid: GridShape, machine: machine_model.Machine, stack: Stack,
-              context: tuple[int, str] = (1, "gather"), of_rank: ExpertOptions | None = None
-              ) -> tuple[dict[str, PhaseWork], dict[str, float]]:
+              context: tuple[int, str] = (1, "gather"), of_rank: ExpertOptions | None = None,
+              product_seconds: Callable[[Gemm], float] | None = None) -> tuple[
+                  dict[str, PhaseWork], dict[str, float]]:
     """Return the work of a rank in each phase, and the words that it moves.
 
     `context` is the number of grids among which positions are divided, and the way of attention;
-    `of_rank` are the experts of a rank, by default all.
+    `of_rank` are the experts of a rank, by default all; `product_seconds` replaces `gemm_seconds`.
     """
+    timed = partial(_of_each, product_seconds or partial(gemm_seconds, machine))
     size, whole = itemsize(stack.dtype), stack.sizes
     dtype, recompute, experts = stack.dtype, stack.recompute, stack.experts
     blocks = BlockSizes(name, grid, whole, context[0])
@@ -153,16 +199,18 @@ def grid_work(name: str, grid: GridShape, machine: machine_model.Machine, stack:
              for phase, found in moves.items()}
     flash, scores = attention_of(machine, dtype) == "flash", blocks.attention_products(dtype)
     attention = sizes["layers"] * (scores.flops / machine.gemm_rate[dtype] if flash else
-                                   gemm_seconds(machine, scores))
+                                   timed(scores))
     forward = attention + sum(
-        times * local.count * gemm_seconds(machine, Gemm(1, *local[:3], dtype))
+        times * local.count * timed(Gemm(1, *local[:3], dtype))
         for product, times in cost.products(sizes, experts).items()
         for local in find_scheme(name).local_products(grid, product))
     again = cost.flops_again(whole, recompute, experts) / cost.flops(whole, experts)["forward"]
     backward = (2 + again) * forward
     if machine.kernels != "fused" or flash:    # scores are multiplied once more
         backward += attention / 2
-    moved, moved_back = (sizes["layers"] * size * float(coefficients @ blocks.elements())
+    elements = blocks.elements().astype(object)
+    moved, moved_back = (sizes["layers"] * size
+                         * sum(map(operator.mul, coefficients.tolist(), elements))
                          for coefficients in elementwise_coefficients(
                              machine.kernels, attention_of(machine, dtype),
                              LayerKind.of(sizes, experts), dtype))

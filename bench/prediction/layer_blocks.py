@@ -114,7 +114,7 @@ class BlockSizes:
     def __init__(self, name: str, grid: GridShape, sizes: ModelSizes, context: int = 1) -> None:
         self.sizes, self.context = sizes, context
         self.own = -(-sizes.seq // context)    # positions
-        outer, inner = find_scheme(name).layouts(grid, sizes.batch, self.own)
+        outer, inner = find_scheme(name).layouts(grid.example, sizes.batch, self.own)
         # Parts of activations by sequence, position and feature.
         self.outside, inside = (tuple(
             grid.ranks_along(divided_directions(without_faces(letters)))
@@ -148,11 +148,11 @@ class BlockSizes:
         perceptron's, which is as wide as the outer one by default.
         """
         rows = self.batch * self.queries
-        return np.array([
+        return np.array(np.broadcast_arrays(
             math.prod(self.outer_block),
             rows * self.heads * self.sizes.head,
             rows * largest_block(self.sizes.inner, self.features) / INNER_FACTOR,
-            rows * self.sizes.seq * self.heads], float)
+            rows * self.sizes.seq * self.heads), float)
 
     def words_of_others(self, way: str) -> float:
         """Return the words of others' keys and values, and of their gradients, in backward."""

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Callable, Iterator
 
 from bench.prediction import machine_model, memory_fit
-from bench.prediction.closed_form_plan import Plan, screen_grid
+from bench.prediction.closed_form_plan import Plan, screen_grids
 from bench.prediction.kernels import priced
 from bench.prediction.seconds import step_seconds
 from bench.prediction.shared_cores import trace_on_cores
@@ -82,8 +82,8 @@ def rank_plans(ranks: int, machine: machine_model.Machine, stack: Stack,
         Traces a rank of a plan, with a block of elementwise work; by default a step of one
         replica, which is all that closed forms cover.
     """
-    found = sorted((screen_grid(name, grid, machine, stack)
-                    for name, grid in list_candidates(ranks, scheme)), key=lambda plan: plan.order)
+    found = sorted(screen_grids(list_candidates(ranks, scheme), machine, stack),
+                   key=lambda plan: plan.order)
     top = len(found) if len(found) <= TRACED else top
     first = {plan.scheme: place for place, plan in reversed(list(enumerate(found)))}
     wanted = {*range(top), *(first.values() if ranks <= FEW_RANKS else ())}

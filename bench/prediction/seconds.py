@@ -191,6 +191,7 @@ def uncopied_collectives(transport: str) -> frozenset[str]:
     return in_place_collectives(local) & {"all_gather"}
 
 
+@functools.cache
 def link_level(size: int, stride: int, per_node: int, transport: str = "",
                rooted: bool = False) -> tuple[str, float]:
     """Return the network level that a line of `size` ranks uses, and the load of its link.
@@ -212,7 +213,6 @@ def link_level(size: int, stride: int, per_node: int, transport: str = "",
     return "network", load * (size - ranks) / (size - 1) if once and not rooted else load
 
 
-@functools.cache
 def uneven_load(size: int, stride: int, per_node: int, once: bool, rooted: bool) -> float:
     """Compute the load of `link_level` where nodes hold unequal numbers of ranks of a line."""
     ranks = np.arange(math.lcm(size * stride, per_node))
@@ -223,13 +223,10 @@ def uneven_load(size: int, stride: int, per_node: int, once: bool, rooted: bool)
     if not rooted:
         share = (size - members) / (size - 1) if once else 1
         return float((crossing * share).sum(axis=1).max())
-    total = 0
-    for root in range(size):
-        sending = np.zeros_like(crossing)
-        roots = ranks // stride % size == root
-        sending[node[roots], line[roots]] = True
-        total += max((crossing & side).sum(axis=1).max() for side in (sending, ~sending))
-    return float(total / size)
+    sending = np.zeros((*members.shape, size), bool)    # of each root
+    sending[node, line, ranks // stride % size] = True
+    loads = [(crossing[..., None] & side).sum(axis=1).max(axis=0) for side in (sending, ~sending)]
+    return float(np.maximum(*loads).sum() / size)
 
 
 def place_trace(trace: Trace, grid: GridShape, order: str) -> Trace:

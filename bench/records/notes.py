@@ -74,15 +74,15 @@ def first_grid(chosen: Mapping[str, Setting]) -> str:
 
 
 def equal_rate_notes(record: Measurements, sides: Mapping[str, tuple[float, float]],
-                     busy: float = 1.0) -> list[str]:
+                     busy: float = 1.0, library: str = "PyTorch") -> list[str]:
     """Compare both sides at equal product rates, in a note; none for files without the rates.
 
     Parameters
     ----------
     sides : mapping of str to (float, float)
-        Seconds of a step of each PyTorch side, and of mm3d; NaN where not measured.
+        Seconds of a step of each side of the library, and of mm3d; NaN where not measured.
     busy : float
-        The share of the time in which PyTorch's processes compute.
+        The share of the time in which the library's processes compute.
     """
     found = {name: variable.values for name, variable in record.raw.items()}
     if "product_samples" not in found:
@@ -96,7 +96,7 @@ def equal_rate_notes(record: Measurements, sides: Mapping[str, tuple[float, floa
             remaining.append(f"{seconds * (1 - share + share * other / own) / mine:.2f} instead "
                              f"of {seconds / mine:.2f} ({name})")
     return [f"Kernels: one thread multiplies at {own / 1e9:.1f} GFLOP/s with mm3d's library and "
-            f"at {other / 1e9:.1f} GFLOP/s with PyTorch's: local products of a step, in turns. At "
-            f"equal rates PyTorch / mm3d would be {', '.join(remaining)}, with PyTorch's "
+            f"at {other / 1e9:.1f} GFLOP/s with {library}'s: local products of a step, in turns. "
+            f"At equal rates {library} / mm3d would be {', '.join(remaining)}, with {library}'s "
             f"{found['torch_flops'] / 1e9:.3g} GFLOP of products a step on all "
             f"{int(found['torch_cores'])} cores."]

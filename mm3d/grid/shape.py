@@ -10,7 +10,9 @@ import math
 import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Iterable, Iterator
+from typing import Iterable, Iterator, Sequence
+
+import numpy as np
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -119,6 +121,11 @@ class GridShape(Mapping[str, int]):
         return "x".join(map(str, self.sizes))
 
     @property
+    def example(self) -> "GridShape":
+        """Return the shape itself; of `GridShapes`, one of them."""
+        return self
+
+    @property
     def ranks(self) -> int:
         """Return the number of ranks."""
         return math.prod(self.sizes)
@@ -169,3 +176,34 @@ class GridShape(Mapping[str, int]):
         """Iterate over the coordinates of all ranks, in rank order."""
         return (dict(zip(self.directions, point))
                 for point in itertools.product(*map(range, self.sizes)))
+
+
+class GridShapes(GridShape):
+    """Hold many shapes of as many ranks, so that closed forms count for all of them at once.
+
+    The size of a direction is an array of Python's whole numbers, one for each shape.  What
+    depends on the sizes in another way than by arithmetic should be the same for all shapes, and
+    is asked of one of them, `example`: layouts of a scheme, and which directions have one rank.
+
+    Parameters
+    ----------
+    shapes : sequence of GridShape
+        Shapes of the same directions.
+    """
+
+    def __init__(self, shapes: Sequence[GridShape]) -> None:
+        sizes = tuple(np.array(column, object) for column in zip(*(one.sizes for one in shapes)))
+        vars(self).update(directions=shapes[0].directions, sizes=sizes, one=shapes[0],
+                          _sizes=dict(zip(shapes[0].directions, sizes)))
+
+    __eq__, __hash__ = object.__eq__, object.__hash__
+
+    @property
+    def example(self) -> GridShape:
+        """Return the first of the shapes."""
+        return self.one
+
+    @property
+    def ranks(self) -> int:
+        """Return the number of ranks of each."""
+        return self.one.ranks

@@ -115,12 +115,12 @@ class Words:
             sizes = [grid[c] for c in self.scheme.directions if c in grid]    # in their order
             grid = sizes if len(sizes) == len(grid) else GridShape.from_sizes(grid)
         self.grid = self.scheme.grid_shape(grid)
-        self.scheme.check_grid(self.grid)
+        self.scheme.check_grid(self.grid.example)
         self.options = self.scheme.complete_options(options)
         self.batch, self.seq = batch, seq
         self.outer, self.inner = (
             SpaceCosts(self.grid, *letters)
-            for letters in self.scheme.layouts(self.grid, batch, seq, **self.options))
+            for letters in self.scheme.layouts(self.grid.example, batch, seq, **self.options))
 
     @property
     def tokens(self) -> int:

@@ -77,12 +77,15 @@ class MeasuredLayer:
         return y, self.model.backward(self.dy, saved)
 
     def count(self) -> list[float]:
-        """Return the collective calls and the words of this rank in a step."""
+        """Return this rank's collective calls and words in a step, and bytes saved for backward.
+        """
         self.scheme.grid.reset_traffic()
-        self.step()
+        _, saved = self.model.forward(self.x)
+        held = self.model.saved_bytes(saved)
+        self.model.backward(self.dy, saved)
         self.model.zero_gradients()
         found = self.scheme.grid.traffic().values()
-        return [sum(one.calls for one in found), sum(one.words for one in found)]
+        return [sum(one.calls for one in found), sum(one.words for one in found), held]
 
     def check_step(self, results: tuple[Any, Any],
                    reference: TorchProcesses | None) -> list[Check]:
@@ -114,8 +117,8 @@ def measure_layer(subject: MeasuredLayer, beside: tuple[str, str] | None, overla
     -------
     Measurements or None
         A record of kind "layer", by repetition, kind and rank: seconds, ratios, operations,
-        memory and its closed form, and calls and words of both sides; on rank 0, None on the
-        others.
+        memory and its closed form, and calls, words and what is saved for backward of both sides;
+        on rank 0, None on the others.
 
     Raises
     ------
@@ -153,10 +156,11 @@ def measure_layer(subject: MeasuredLayer, beside: tuple[str, str] | None, overla
                 "transport": operands.transport_names(scheme.grid), **asdict(limits)}
     expected = dry_run.trace_step(
         scheme.name, scheme.grid.size, scheme.grid.shape.sizes, block=scheme.grid.backend.block,
-        dtype=subject.dtype, **subject.sizes).pool_peak
+        options=scheme_options(scheme), dtype=subject.dtype, **subject.sizes).pool_peak
     record = make_record("layer", settings, environs, {
         "s": {"times": times},
-        "byte": {"memory": np.array(memory).T, "expected_memory": float(expected)},
+        "byte": {"memory": np.array(memory).T, "expected_memory": float(expected),
+                 "saved": counted[2]},
         "1": {"hidden": hidden, **dict(zip(("calls", "words"), counted))}}, checks,
         kind=tuple(name or kind if kind == PYTORCH else kind for kind in KINDS),
         side=("mm3d", COLOSSAL)[:len(counted[0])])
@@ -178,26 +182,27 @@ def start_beside(subject: MeasuredLayer, beside: str, python: str) -> TorchProce
 
 def count_sides(subject: MeasuredLayer, beside: str,
                 reference: TorchProcesses | None) -> np.ndarray | None:
-    """Count calls and words in a step of each side, (counts, sides, ranks), on rank 0.
+    """Count calls, words and saved bytes of each side's step, (counts, sides, ranks), on rank 0.
 
     Without ColossalAI, which alone has ranks that send, there is no second side.
 
-    Raises WrongResult on all ranks, when both keep gathered operands, as ColossalAI does, and move
-    other words.
+    Raises WrongResult on all ranks, when a side moves other words than the closed form: ColossalAI
+    keeps gathered operands, and moves as many as mm3d if it keeps them, too.
     """
     rows = [subject.count()]
     if beside == COLOSSAL:
         found = reference.take_turn("count")
-        rows.append([found["calls"], found["words"]])
+        rows.append([found["calls"], found["words"], found["saved"]])
     comm = subject.scheme.grid.comm
     everyone, problem = comm.gather(rows), None
     if everyone is not None:
         everyone = np.array(everyone, float).transpose(2, 1, 0)
-        means = everyone[1].mean(axis=1)
-        keep = scheme_options(subject.scheme).get("keep")
-        if len(means) > 1 and keep == "both" and np.ptp(means) > 0.5:
-            problem = (f"a rank moves {means[0]:.1f} words in the mean, and {means[1]:.1f} with "
-                       f"{COLOSSAL}: with --keep both they should be equal")
+        stated = sum(mm3d.cost.step_words(subject.model).values())
+        equal = scheme_options(subject.scheme).get("keep") == "both"
+        for side, mean in zip(("mm3d", COLOSSAL)[:1 + equal], everyone[1].mean(axis=1)):
+            if abs(mean - stated) > 0.5:
+                problem = (f"a rank of {side} moves {mean:.1f} words in the mean: they should be "
+                           f"the {stated:.1f} of the closed form")
     if problem := comm.bcast(problem):
         raise WrongResult(problem)
     return everyone

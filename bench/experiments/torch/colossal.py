@@ -231,11 +231,25 @@ class ColossalLayer:
         return {"begin": begin, "end": time.perf_counter()}
 
     def count(self) -> dict[str, Any]:
-        """Return the collective calls and the words of this rank in a step."""
+        """Return this rank's collective calls and words in a step, and bytes saved for backward.
+
+        Tensors that share their memory count once, and parameters not at all.
+        """
+        own = {p.untyped_storage().data_ptr() for layer in self.layers.values()
+               for p in layer.parameters()}
+        saved: dict[int, int] = {}
+
+        def keep(tensor: Any) -> Any:
+            memory = tensor.untyped_storage()
+            if memory.data_ptr() not in own:
+                saved[memory.data_ptr()] = memory.nbytes()
+            return tensor
         self.counts.reset()
         self.counts.counting = True
-        self.step()
-        found = {"calls": self.counts.calls, "words": self.counts.words}
+        with self.torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            self.step()
+        found = {"calls": self.counts.calls, "words": self.counts.words,
+                 "saved": sum(saved.values())}
         self.counts.reset()
         return found
 

@@ -22,7 +22,7 @@ SCHEMAS = {
         "variables": {
             "expected_memory": "", "hidden": "", "memory": "account rank",
             "times": "repetition kind rank edge"},
-        "optional": {"calls": "side rank", "words": "side rank"},
+        "optional": dict.fromkeys(("calls", "words", "saved"), "side rank"),
         "derived": {"flops": "", "ratio": "kind bound", "seconds": "kind bound"},
         "labels": {"kind": [["layer", "local products", beside, "layer with overlap"]
                             for beside in ("PyTorch", "ColossalAI")]}}}
@@ -42,7 +42,8 @@ def tables(records: Sequence[Measurements]) -> list[Part]:
             for at in list_places(record)]
     beside = any(at["reference"] != "none" for at in rows)
     title = "One Transformer layer, forward and backward" + ", beside another library" * beside
-    return [make_table(title, COLUMNS, rows), Notes("About these layers:", _notes(records))]
+    columns = [*COLUMNS, *SAVED * any("saved" in one.raw for one in records)]
+    return [make_table(title, columns, rows), Notes("About these layers:", _notes(records))]
 
 
 def _took(kind: int) -> Callable[[Place], float]:
@@ -55,16 +56,17 @@ def _peak(account: int) -> Callable[[Place], float]:
     return lambda at: at("memory")[account].max() / 1e6
 
 
-def _counted(name: str, side: int) -> Callable[[Place], float]:
+def _counted(name: str, side: int, unit: float = 1.0) -> Callable[[Place], float]:
     """Return a function that reads the mean over the ranks of what a side counted, if it did."""
     def read(at: Place) -> float:
         found = at.record.raw.get(name)
-        return found.values[side].mean() if found and len(found.values) > side else math.nan
+        return found.values[side].mean() / unit if found and len(found.values) > side else math.nan
     return read
 
 
 COUNTED = "calls and words of a rank, mean"
 OVERLAP, PEAK = "with overlap", "peak memory of a rank"
+KEPT = "saved for backward, mean"
 COLUMNS = [
     Column("hidden", of=lambda at: int(at["hidden"])),
     Column("", "scheme, grid", of=lambda at: f"{at['scheme']} {at['grid']}"),
@@ -88,6 +90,8 @@ COLUMNS = [
     Column("ratio", "", PEAK, of=lambda at: at("memory")[0].max() / float(at("expected_memory")),
            form=".3f"),
     Column("resident", "(MB)", PEAK, of=_peak(1), form=".1f")]
+SAVED = [Column("of a rank", "(MB)", KEPT, of=_counted("saved", 0, 1e6), form=".3g"),
+         Column("of other", "(MB)", KEPT, of=_counted("saved", 1, 1e6), form=".3g")]
 
 
 def _notes(records: Sequence[Measurements]) -> list[str]:
@@ -102,9 +106,9 @@ def _notes(records: Sequence[Measurements]) -> list[str]:
             f"transport {chosen['transport']}; {env['ranks']} ranks on {env['cores']} cores, "
             + ", ".join(filter(None, [describe_cluster(env), describe_libraries(env)]))
             + f"; verified, {largest_error(record.checks)}.")
-        seconds = record.values("seconds")[:, 0]
-        found += equal_rate_notes(record, {
-            str(record.scales["kind"][2]): (seconds[2], seconds[0])})
+        library, other = str(record.scales["kind"][2]), record.values("seconds")[2, 0]
+        found += equal_rate_notes(
+            record, {library: (other, other / record.values("ratio")[2, 0])}, library=library)
     return found + [
         "Times are makespans.  Products alone: the local matrix products of the linear layers, "
         "without communication, attention's own and everything else.",

@@ -7,10 +7,11 @@ import pytest
 import mm3d
 from bench.__main__ import parser
 from bench.errors import UsageError, WrongResult
-from bench.experiments.layer.layer import COLOSSAL, KINDS, count_sides
+from bench.experiments.layer.layer import COLOSSAL, KINDS, MeasuredLayer, count_sides
 from bench.records import run_file
 from bench.records.kinds.layer import tables
 from bench.verbs.measure import layer
+from mm3d.tracing import dry_run
 from made_up_torch import make_up
 from refused import refused, run_verb
 
@@ -139,7 +140,7 @@ COUNTED = f"""{SUBJECT}
         return {{}} if self.case["rank"] else self.whole()
 
     def count(self):
-        return {{"calls": 36, "words": WORDS + self.case["rank"]}}
+        return {{"calls": 36, "words": WORDS + self.case["rank"], "saved": 3000000}}
 """
 
 
@@ -154,23 +155,35 @@ def test_calls_and_words_stand_beside_those_of_colossalai(comm, shared_tmp_path)
     assert status == 0, text
     assert run.configuration["reference"].startswith("ColossalAI 0.0, PyTorch made up, gloo")
     assert run.configuration["keep"] == "both" and run.scales["kind"][2] == "ColossalAI"
-    words, calls = run.raw["words"].values, run.raw["calls"].values
+    words, calls, saved = (run.raw[name].values for name in ("words", "calls", "saved"))
     assert words[0].mean() == 20024 and (words[1] == 20020.5 + np.arange(8)).all()
-    assert (calls == 36).all()
-    assert "other / layer" in text and "(ColossalAI)" in text
+    assert (calls == 36).all() and (saved[1] == 3e6).all()
+    trace = dry_run.trace_step("3d", 8, (2, 2, 2), options={"keep": "both"}, layers=1, hidden=32,
+                               heads=4, batch=8, seq=16, dtype="float64")
+    assert saved[0, 0] == trace.saved > 0
+    assert run.variables["expected_memory"].values == trace.pool_peak
+    said = " ".join(text.split())
+    ratio = f"{run.values('ratio')[2, 0]:.2f}"    # as the table has it, too
+    assert f"instead of {ratio} (ColossalAI), with ColossalAI's" in said
+    assert "ColossalAI / mm3d would be" in said and "with PyTorch's" not in said
     (row,) = tables([run])[0].rows
-    assert {"ColossalAI", "both", "36.0", "20024"} <= set(map(str, row))
+    assert {"ColossalAI", "both", "36.0", "20024", "3"} <= set(map(str, row))
 
 
 @pytest.mark.ranks(2)
 def test_other_words_than_those_of_colossalai_are_refused(comm):
-    """On all ranks, where both keep what they gather."""
+    """On all ranks, where both keep what they gather; and other words than the closed form."""
     scheme = mm3d.scheme("3d", comm, grid=(2, 1, 1), keep="both")
-    subject = SimpleNamespace(scheme=scheme, count=lambda: [62, 20020])
-    reference = SimpleNamespace(take_turn=lambda what: {"calls": 36, "words": 20021 + comm.rank})
-    with pytest.raises(WrongResult, match="a rank moves 20020.0 words .*, and 20021.5 with "
-                                          "ColossalAI: with --keep both they should be equal"):
+    subject = MeasuredLayer(scheme, mm3d.ModelSizes(1, 8, 2, 2, 4))
+    words = sum(mm3d.cost.step_words(subject.model).values())
+    theirs = {"calls": 36, "words": words + 1 + comm.rank, "saved": 0}
+    reference = SimpleNamespace(take_turn=lambda what: theirs)
+    with pytest.raises(WrongResult, match=f"a rank of ColossalAI moves {words + 1.5} words in the "
+                                          f"mean: they should be the {words} of the closed form"):
         count_sides(subject, COLOSSAL, reference)
+    subject.count = lambda: [0, words - 2, 0]
+    with pytest.raises(WrongResult, match=f"a rank of mm3d moves {words - 2} words"):
+        count_sides(subject, "", None)
     scheme.grid.free()
 
 

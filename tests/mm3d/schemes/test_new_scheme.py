@@ -8,7 +8,7 @@ import pytest
 
 from bench.instruments import placement
 from bench.prediction import machine_model, memory_fit, planner, work, work_list
-from bench.prediction.closed_form_plan import screen_grid
+from bench.prediction.closed_form_plan import screen_grid, screen_grids
 from bench.records import run_file
 from mm3d.model.sizes import ModelSizes
 from mm3d.model.stack import Stack
@@ -149,6 +149,25 @@ def test_under_another_name_a_scheme_has_the_same_grids_and_plans(renamed, ranks
     assert [replace(p, scheme="renamed") for p in known] == new
     assert {p.grid for p in new} == set(grids) and new[0].traced
     assert all(p.traced for p in new) == (len(new) <= planner.TRACED)
+
+
+@pytest.mark.parametrize("compares", [False, True])
+@pytest.mark.parametrize("renamed", ["3d"], indirect=True)
+def test_grids_with_equal_layouts_are_counted_together_if_the_scheme_can(renamed, compares):
+    """Plans are those of each grid alone, to the last digit, also of closed forms that compare."""
+    asked = []
+
+    class Counted(find_scheme("3d")):
+        name = "renamed"
+
+        @classmethod
+        def product_moves(cls, sizes, product, **options):
+            asked.append(compares and max(sizes["x"], sizes["y"]))
+            return super().product_moves(sizes, product, **options)
+    every = [("renamed", grid) for grid in Counted.grids(720)]
+    together, calls = screen_grids(every, LONGHORN, Stack(**WEAK)), len(asked)
+    assert together == [screen_grid(*one, LONGHORN, Stack(**WEAK)) for one in every]
+    assert len(every) == 270 and (calls > 270) == compares
 
 
 @pytest.mark.parametrize("renamed", ["3d"], indirect=True)
