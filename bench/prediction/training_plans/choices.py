@@ -87,7 +87,8 @@ class Choice(NamedTuple):
         """Name the kinds of parallelism beside replicas; or the kind of replicas."""
         if self.places == self.stages == self.expert_parallel == self.context == 1:
             return "data, ZeRO 3" if self.zero == 3 else "data"
-        parts = ([TITLES[self.scheme]] * (self.places > 1) + ["pipeline"] * (self.stages > 1)
+        parts = ([title(self.scheme, self.grid)] * (self.places > 1)
+                 + ["pipeline"] * (self.stages > 1)
                  + ["experts"] * (self.expert_parallel > 1) + ["context"] * (self.context > 1))
         return " + ".join(parts)
 
@@ -278,9 +279,18 @@ def divisors(number: int) -> tuple[int, ...]:
     return tuple(sorted({*small, *(number // one for one in small)}))
 
 
+def title(scheme: str, grid: GridShape) -> str:
+    """Name the kind of a grid: one of 3-D has several directions of more than one rank."""
+    several = sum(size > 1 for size in grid.sizes) > 1
+    return TITLES[scheme] if several or scheme != "3d" else "one direction"
+
+
 @cache
 def list_grids(ranks: int) -> tuple[tuple[str, GridShape], ...]:
-    """List the schemes and grids of so many ranks, each division of the work once."""
+    """List the schemes and grids of so many ranks, each division of the work once.
+
+    1 x P x 1 of 3-D is sequence-parallel 1-D, which takes no longer.
+    """
     if ranks == 1:
         return (("1d", GridShape("x", (1,))),)
     found = []
@@ -289,5 +299,6 @@ def list_grids(ranks: int) -> tuple[tuple[str, GridShape], ...]:
             grids = find_scheme(scheme).grids(ranks)
         except ValueError:    # no square
             continue
-        found += [(scheme, grid) for grid in grids if all(grid[name] > 1 for name in several)]
+        found += [(scheme, grid) for grid in grids if all(grid[name] > 1 for name in several)
+                  and grid.get("y") != ranks]
     return tuple(found)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Callable, Iterable, Iterator
 
 from bench.prediction.training_plans.choices import (Choice, FEW_GPUS, MOST_ACTIONS, MOST_CONTEXT,
-                                                     MOST_NODES, POLICIES, Training)
+                                                     MOST_NODES, POLICIES, TITLES, Training, title)
 from mm3d.grid.shape import GridShape
 
 ZERO = range(4)
@@ -42,7 +42,7 @@ class Dimension:
 
 DIMENSIONS = {
     "grid": Dimension(("scheme", "grid"), lambda training, one: training.shapes,
-                      lambda one: f"{one.scheme} {one.grid.compact}"),
+                      lambda one: grid_of(one)),
     "context": Dimension(("context", "way"), Training.contexts,
                          lambda one: f"{one.context}" + f" {one.way}" * (one.context > 1)),
     "stages": Dimension(("data", "stages"),
@@ -105,6 +105,13 @@ def _completed(training: Training, choice: Choice) -> Choice | None:
             return None
         choice = choice._replace(**known[0])
     return choice
+
+
+def grid_of(choice: Choice) -> str:
+    """Name a grid, and its kind where that of the scheme is another."""
+    kind = title(choice.scheme, choice.grid)
+    return f"{choice.scheme} {choice.grid.compact}" + f" ({kind})" * (
+        kind != TITLES[choice.scheme])
 
 
 def inside_nodes(choice: Choice) -> str:

@@ -19,7 +19,8 @@ from bench.prediction.closed_form_plan import collective_price
 from bench.prediction.machine_model import load_machine
 from bench.prediction.model_file import SIZES, ModelFile, load_model
 from bench.prediction.training_plans import screening, search
-from bench.prediction.training_plans.choices import Choice, Training
+from bench.prediction.training_plans.choices import Choice, Training, list_grids
+from bench.prediction.training_plans.dimensions import DIMENSIONS, FIRST
 from bench.prediction.training_plans.layer_work import (Layer, screen_layer, screened_bytes,
                                                         screened_work, trace_layer, traced_work)
 from bench.prediction.pipelines.training_step import layer_parameters
@@ -59,6 +60,19 @@ def test_the_best_plan_is_that_of_all_predicted_exactly(gpus, batch, mib):
         filled, _ = asked.layers.filled(Layer.of(plan.choice, whole=True))
         assert asked.estimator.memory(plan.choice, filled) <= screening.SLACK * asked.limit
         assert asked.may_fit(plan.choice)
+
+
+def test_a_family_of_3d_divides_several_directions():
+    """1 x P x 1 is 1d-sp, and the others of one direction are a family of their own."""
+    for places in (2, 4, 6):
+        plans = [FIRST._replace(scheme=scheme, grid=grid) for scheme, grid in list_grids(places)]
+        found = {plan.grid.sizes: plan.family for plan in plans if plan.scheme == "3d"}
+        assert (1, places, 1) not in found and ("1d-sp", "1-D") in {
+            (plan.scheme, plan.family) for plan in plans}
+        assert all(found[sizes] == "one direction" for sizes in ((places, 1, 1), (1, 1, places)))
+        assert {family for sizes, family in found.items() if places not in sizes} <= {"3-D"}
+    assert DIMENSIONS["grid"].said(plans[-1]) == "3d 6x1x1 (one direction)"
+    assert DIMENSIONS["grid"].said(plans[0]) == "1d 6"
 
 
 class Misled(Few):
