@@ -25,6 +25,7 @@ MOST_NODES = 8
 LONG_SEQ = 2 ** 14    # tokens of a sequence, from which on a context is considered
 MOST_CONTEXT = 16     # ranks that divide positions, beside stages within a node
 CONTEXT_WAYS = Division.__dataclass_fields__["context_way"].metadata["choices"]
+SCHEDULES = ("1f1b", "zb-h1", "interleaved")
 MOST_CHUNKS = 6     # of a rank, where stages are interleaved
 MOST_ACTIONS = 2 ** 15    # micro-batches x chunks of all stages: what the clock times in seconds
 
@@ -218,10 +219,11 @@ class Training:
         stages, microbatches = choice.stages, self.microbatches(choice)
         if stages * microbatches > MOST_ACTIONS:
             return
-        yield "1f1b"
+        plain, apart, interleaved = SCHEDULES
+        yield plain
         if stages == 1 or microbatches == 1:
             return
-        yield "zb-h1"
+        yield apart
         layers = self.gpt.layers
         if microbatches % stages == 0:
             for chunks in range(2, MOST_CHUNKS + 1):
@@ -229,7 +231,7 @@ class Training:
                 # As without chunks.
                 uneven = self.group == 1 and layers % stages and layers >= stages * chunks
                 if (equal or uneven) and stages * chunks * microbatches <= MOST_ACTIONS:
-                    yield f"interleaved:{chunks}"
+                    yield f"{interleaved}:{chunks}"
 
     def shards(self, choice: Choice) -> tuple[int | None, ...]:
         """List the numbers of replicas that divide one copy of the model, None for all."""
