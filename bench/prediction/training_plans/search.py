@@ -43,14 +43,17 @@ class TrainingPlan:
     ends: str = "both"
 
     @cached_property
-    def memory(self) -> dict[str, float]:
-        """Return the peak bytes of a rank by kind, by a dry run of a step, some seconds."""
-        return memory_by_kind(self.model, self.ends)
+    def fullest(self) -> tuple[int, int]:
+        """Return the stage that needs the most memory, and its peak bytes, by a dry run of a step.
+
+        It takes some seconds.
+        """
+        return fullest_stage(self.model, optimizer=True, ends=self.ends)
 
     @property
-    def fullest(self) -> int:
-        """Return the stage of the rank that `memory` is of."""
-        return fullest_stage(self.model, optimizer=True, ends=self.ends)[0]
+    def memory(self) -> dict[str, float]:
+        """Return the peak bytes of a rank by kind."""
+        return memory_by_kind(self.model, *self.fullest)
 
     @property
     def seconds(self) -> float:

@@ -19,7 +19,7 @@ OVERLAPS = {
     True: "assumed: sums over replicas go on behind backward, and gathers behind forward, as far "
           "as these take longer; train --in-flight hides sums, and gathers nothing ahead; what is "
           "in flight takes no memory here"}
-KINDS = ("values", "gradients", "masters", "moments", "activations")
+KINDS = ("values", "gradients", "masters", "moments", "activations and buffers")
 LIMITS = {"products": "products", "elementwise": "elementwise passes",
           "links": "links inside a stage", "latency": "latency", "hops": "hops between stages",
           "replicas": "sums over replicas", "optimizer": "optimizer", "bubble": "bubble"}
@@ -30,7 +30,8 @@ def training_parts(training: Training, found: Found, unfit: bool, top: int) -> l
     plans = list(found.families.values())[:top]
     return [training.machine.described,
             f"{training.gpus} GPU{'s' * (training.gpus > 1)}, {training.gpt.name}, "
-            f"{training.batch} sequences of {training.seq} tokens a step, {training.dtype}",
+            f"{training.batch} sequences of {training.seq} tokens, "
+            f"{training.batch * training.seq:,} tokens a step, {training.dtype}",
             plan_table(training, plans), memory_table(plans), time_table(plans),
             *([unfit_table(training, found.unfit)] if unfit and found.unfit else []),
             changes_table(training, found),
@@ -142,8 +143,8 @@ def command_lines(training: Training, plan: TrainingPlan) -> list[str]:
             f"{choice.recompute}" + f" --inside {choice.inside}" * bool(choice.inside)
             + f" --expert-parallel {choice.expert_parallel}" * (choice.expert_parallel > 1))
     trained = f"{sizes} {mesh}" + f" --in-flight {IN_FLIGHT}" * training.overlap
-    return [f"python -m bench dry --ranks {training.gpus} {sizes} {mesh} "
-            f"--rank {plan.fullest * choice.places} --memory {machine.memory_bytes:.0f} --machine "
+    return [f"python -m bench dry --ranks {training.gpus} {sizes} {mesh} --rank "
+            f"{plan.fullest[0] * choice.places} --memory {machine.memory_bytes:.0f} --machine "
             + shlex.quote(training.named or machine.name) + " --hide-sums" * training.overlap,
             f"mpirun -n {training.gpus} python -m bench train {trained}",
             f"python -m jobs train --site gpu8 --ranks {training.gpus} -- {trained}"]
