@@ -153,6 +153,17 @@ class Search(Screening):
         return Found(fastest, families, self.unfit, changes, self.refused, self.counts,
                      time.perf_counter() - start)
 
+    def nearest(self, most: int) -> list[TrainingPlan]:
+        """Return plans that do not fit, those that lack the least first.
+
+        They are those that were predicted, and of each family the smallest by closed forms.
+        """
+        smallest = [plan for choice in self.smallest()[:most]
+                    if (plan := self.predicted(choice)) is not None]
+        found = {plan.choice: plan for plan in (*self.unfit, *smallest)
+                 if plan.memory["all"] > self.limit}
+        return sorted(found.values(), key=lambda one: one.memory["all"])[:most]
+
     def changes(self, best: TrainingPlan) -> dict[str, TrainingPlan | str]:
         """Return the result of `_cheapest` for each dimension."""
         return {name: self._cheapest(name, best.choice) for name in searched(self.training)}

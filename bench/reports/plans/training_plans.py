@@ -28,15 +28,20 @@ LIMITS = {"products": "products", "elementwise": "elementwise passes",
 def training_parts(training: Training, found: Found, unfit: bool, top: int) -> list[Part]:
     """Make all tables and notes of a search: of the `top` families, and with `unfit` of others."""
     plans = list(found.families.values())[:top]
-    return [training.machine.described,
-            f"{training.gpus} GPU{'s' * (training.gpus > 1)}, {training.gpt.name}, "
-            f"{training.batch} sequences of {training.seq} tokens, "
-            f"{training.batch * training.seq:,} tokens a step, {training.dtype}",
-            plan_table(training, plans), memory_table(plans), time_table(plans),
+    return [*headings(training), plan_table(training, plans), memory_table(plans),
+            time_table(plans),
             *([unfit_table(training, found.unfit)] if unfit and found.unfit else []),
             changes_table(training, found),
             Notes("The best plan as options", command_lines(training, found.best)),
             remarks(training, found)]
+
+
+def headings(training: Training) -> list[Part]:
+    """Name the machine, and what is trained on it."""
+    return [training.machine.described,
+            f"{training.gpus} GPU{'s' * (training.gpus > 1)}, {training.gpt.name}, "
+            f"{training.batch} sequences of {training.seq} tokens, "
+            f"{training.batch * training.seq:,} tokens a step, {training.dtype}"]
 
 
 def plan_table(training: Training, plans: Sequence[TrainingPlan]) -> Table:

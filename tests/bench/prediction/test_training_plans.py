@@ -200,6 +200,22 @@ def test_plans_that_fit_by_estimate_alone_are_none(mib, needed, predicted):
         asked.run()
     assert bool(asked.unfit) is predicted
     assert asked.counts["too large"] < asked.counts["candidates"]
+    nearest = asked.nearest(3)
+    needed = [plan.memory["all"] for plan in nearest]
+    assert asked.limit < min(needed) and needed == sorted(needed)
+    assert {"data", "data, ZeRO 3", "pipeline"} >= {plan.choice.family for plan in nearest}
+
+
+def test_all_names_the_nearest_plans_where_none_fits(capsys):
+    words = [*PLAN, "--gpus", "2", "--model", "gpt-3-175b", "--batch", "2", "--top", "4"]
+    assert main([*words, "--all"]) == 2
+    said = capsys.readouterr()
+    rows = said.out.partition("Predicted plans that do not fit")[2].splitlines()[-4:]
+    lacking = [float(row.split()[-1]) for row in rows]
+    assert lacking == sorted(lacking) and lacking[0] > 100
+    assert main(words) == 2
+    alone = capsys.readouterr()
+    assert not alone.out and alone.err == said.err
 
 
 @pytest.mark.parametrize("model, recompute", [
