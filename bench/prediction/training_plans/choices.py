@@ -284,7 +284,7 @@ def divisors(number: int) -> tuple[int, ...]:
 def title(scheme: str, grid: GridShape) -> str:
     """Name the kind of a grid: one of 3-D has several directions of more than one rank."""
     several = sum(size > 1 for size in grid.sizes) > 1
-    return TITLES[scheme] if several or scheme != "3d" else "one direction"
+    return TITLES[scheme] if several or TITLES[scheme] != "3-D" else "one direction"
 
 
 @cache
