@@ -68,15 +68,24 @@ class Cell:
     expected: str
 
     @property
+    def within(self) -> str:
+        """Say what the printed inputs give."""
+        low, high = map(self.show, self.reach)
+        return low + f" to {high}" * (low != high)
+
+    @property
+    def off(self) -> str:
+        """Say by how much the printed number differs."""
+        return self.show(self.printed.value - self.computed, "+")
+
+    @property
     def difference(self) -> str:
         """Say by how much the printed number is off, and what its inputs allow."""
-        low, high = map(self.show, self.reach)
-        within = low + f" to {high}" * (low != high)
-        off = self.show(self.printed.value - self.computed, "+")
         if not self.printed.unit:
-            return f"{self.printed.text} by the printed formula is off by {off}, from {within}"
-        return (f"{self.printed.text} differs from its printed inputs by {off}: they give "
-                f"{within}")
+            return (f"{self.printed.text} by the printed formula is off by {self.off}, from "
+                    f"{self.within}")
+        return (f"{self.printed.text} differs from its printed inputs by {self.off}: they give "
+                f"{self.within}")
 
     def show(self, number: Fraction, sign: str = "") -> str:
         """Format a number with one digit more than is printed."""

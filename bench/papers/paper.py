@@ -99,7 +99,7 @@ def load(name: str) -> Paper:
     path: Any = Path(name)
     if not name.endswith(ENDING):
         known = require_known({one: one for one in names()}, name, "paper",
-                              f"list, all or a file NAME{ENDING} would do too")
+                              f"list, all, findings or a file NAME{ENDING} would do too")
         path = resources.files("bench.papers").joinpath("printed", known + ENDING)
     text = read_text(path, name, "a file such as those in bench/papers/printed")
     try:

@@ -8,6 +8,13 @@ from bench.papers.numbers import MEANINGS
 from bench.papers.paper import Evaluated, Paper
 
 MOST_LINES = 12    # of cells that differ, for one column
+CARE = (
+    "A number is listed where no inputs that are printed so give it by the relation named below: "
+    "rounding and truncation are allowed for.",
+    "No more is said: which of the number, its inputs and the relation is another than was meant "
+    "cannot be told from print, unless a note says so. No conclusion of a paper is checked here, "
+    "and some were read from copies of the text.",
+    "Where a formula in print is held against a schedule, its value is what is called printed.")
 MOST_COLUMNS = 3    # that are computed, side by side
 
 
@@ -78,5 +85,33 @@ def all_papers(found: Mapping[str, tuple[Paper, Sequence[Evaluated]]]) -> list[P
     lines.append(["all", every.total(), *(every[mark] for mark in MEANINGS), "", ""])
     return [Table("Printed numbers, computed again from those printed beside them", heads, lines),
             Notes("Meaning", [f"{mark} {meaning}" for mark, meaning in MEANINGS.items()]),
-            Notes("Cells that differ", [f"{name}: {line}" for name, (_, columns) in found.items()
-                                        for line in differences(columns)])]
+            "reproduce --paper findings lists those that differ."]
+
+
+def findings(found: Mapping[str, tuple[Paper, Sequence[Evaluated]]]) -> list[Part]:
+    """List the printed numbers that do not follow from those beside them, with the relation."""
+    number = sum(count(columns)["!"] for _, columns in found.values())
+    parts: list[Part] = [Notes(f"{number} printed numbers differ from what those beside them give",
+                               CARE)]
+    for paper, columns in found.values():
+        off = [one for one in columns if count([one])["!"]]
+        rows = [[one.name, cell.row, cell.printed.text, cell.within, cell.off]
+                for one in off for cell in one.cells if cell.verdict == "!"]
+        if off:
+            parts += [Table(f"{paper.title}; {paper.source}", [
+                Column("where", align="<"), Column("row", align="<"), Column("printed"),
+                Column("computed"), Column("printed is more by")], rows),
+                Notes("Relation", map(_relation, off))]
+    return parts
+
+
+def _relation(one: Evaluated) -> str:
+    """Say by which formula of which numbers a column is computed, with its note."""
+    how = one.computed
+    given = "; ".join(f"{name}: " + ", ".join(
+        f"{each:g}" if isinstance(each, float) else str(each)
+        for each in (value if isinstance(value, list) else [value]))
+        for name, value in how.given.items())
+    said = f"{how.claim}, as printed, beside {how.formula}" if how.claim else how.formula
+    return (f"{one.name}: {said.replace('_', ' ')}" + f" ({given})" * bool(given)
+            + f"; {how.note}" * bool(how.note))

@@ -60,7 +60,8 @@ def _errors(outcome: Outcome) -> list[str]:
     full = sum(row.peak > machine.memory_bytes for row in outcome.rows)
     wrong = [f"{row.case.title} ({off:+.0%})" for row, off in zip(outcome.rows, outcome.left_out)
              if abs(off) > UNEXPLAINED]
-    return [f"GiB is rank 0's peak with 24 layers and nothing repeated: {full} rows need more "
+    return [f"Machine: {machine.described}.",
+            f"GiB is rank 0's peak with 24 layers and nothing repeated: {full} rows need more "
             f"than a rank's {machine.memory_bytes / 2**30:.0f}.",
             f"Mean absolute error of the average step time: {outcome.mean(True):.0%} on the "
             f"fitted rows, {outcome.mean(False):.0%} on the others, "

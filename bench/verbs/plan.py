@@ -51,7 +51,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "float16 unless --dtype says more"))
     model_options.add_named(parser)
     parser.add_argument("--all", action="store_true", help=(
-        "with --gpus: also print predicted plans that do not fit, and what they lack"))
+        "with --gpus: also print predicted plans that do not fit, the nearest where none does, "
+        "and what they lack"))
     options.add(parser, "hide_sums")
     parser.add_argument("--rules", nargs="?", const="overview", metavar="NAME", help=(
         "instead, test rules of thumb for meshes: those of a supplied file (default: overview) "
@@ -149,7 +150,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _trainings(arguments: argparse.Namespace) -> int:
-    """Print the plans of whole trainings; return 0."""
+    """Print the plans of whole trainings; return 0.
+
+    Raises UsageError when none fits, with ``--all`` after the table of those that are near.
+    """
     _require(arguments, *SUCH)
     options.refuse(arguments, OF_LAYERS,
                    "with --gpus the plan says it; leave it, or --gpus and --model, out")
@@ -158,10 +162,19 @@ def _trainings(arguments: argparse.Namespace) -> int:
     machine = machine_model.load_machine(arguments.machine, dtype)
     training = Training(gpt, arguments.gpus, arguments.batch, gpt.seq, dtype, machine,
                         arguments.hide_sums, arguments.machine, asked)
+    nearest, problem = [], None
     with StatusLine() as status:
-        found = Search(training, status.show).run()
-    parts = training_plans.training_parts(training, found, arguments.all, arguments.top)
-    arguments.show(parts)
+        search = Search(training, status.show)
+        try:
+            found = search.run()
+        except UsageError as error:
+            nearest, problem = search.nearest(arguments.top) if arguments.all else [], error
+    if nearest:
+        arguments.show([*training_plans.headings(training),
+                        training_plans.unfit_table(training, nearest)])
+    if problem:
+        raise problem
+    arguments.show(training_plans.training_parts(training, found, arguments.all, arguments.top))
     return 0
 
 

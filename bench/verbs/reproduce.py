@@ -56,8 +56,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         f"where the time goes"))
     parser.add_argument("--paper", metavar="NAME", help=(
         "instead, without other options, compute the printed numbers of a paper again from those "
-        "beside them, and say of each if it follows; list names the papers, all computes each; "
-        "NAME.toml is a file of yours"))
+        "beside them, and say of each if it follows; list names the papers, all computes each, "
+        "findings lists what does not follow; NAME.toml is a file of yours"))
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -177,9 +177,14 @@ def recompute(name: str, show: Callable[[list[Part]], None]) -> int:
         show([Table("Papers", [Column("name"), Column("title", align="<")],
                     [[one, paper.load(one).title] for one in paper.names()])])
         return 0
-    found = {one: (text := paper.load(one), list(paper.evaluate(text)))
-             for one in (paper.names() if name == "all" else [name])}
-    show(tables.all_papers(found) if name == "all" else tables.paper_tables(*found[name]))
+    of_all = {"all": tables.all_papers, "findings": tables.findings}
+    names, found = (paper.names() if name in of_all else [name]), {}
+    for one in names:
+        text = paper.load(one)
+        found[one] = text, list(paper.evaluate(text))
+        if name in of_all:    # the searches of one take a minute
+            complain(f"{len(found)} of {len(names)}: {one}")
+    show(of_all[name](found) if name in of_all else tables.paper_tables(*found[name]))
     wrong = [f"  {one}: {line}" for one, (_, columns) in found.items()
              for line in tables.unexpected(columns)]
     if wrong:

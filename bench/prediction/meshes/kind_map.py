@@ -10,7 +10,7 @@ from typing import Callable, Iterator, Sequence
 import msgspec
 
 from bench.errors import UsageError
-from bench.prediction.training_plans.choices import Choice, TITLES, Training
+from bench.prediction.training_plans.choices import Choice, TITLES, Training, title
 from bench.prediction.training_plans.layer_work import Layers
 from bench.prediction.training_plans.search import SLACK, Search
 from mm3d.grid.shape import GridShape
@@ -23,11 +23,8 @@ def _is_line(scheme: str, grid: GridShape) -> bool:
 
 
 def _is_box(scheme: str, grid: GridShape) -> bool:
-    """Return whether more than one direction of a 3-D grid is divided.
-
-    P x 1 x 1 is replicas with divided parameters, 1 x P x 1 is sequence-parallel 1-D.
-    """
-    return TITLES[scheme] == "3-D" and sum(size > 1 for size in grid.sizes) > 1
+    """Return whether more than one direction of a 3-D grid is divided."""
+    return title(scheme, grid) == "3-D"
 
 
 LINE, BOX = "1 x t x 1", "X x Y x Z"    # each with or without a pipeline and replicas

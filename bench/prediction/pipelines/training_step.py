@@ -15,7 +15,7 @@ from bench.prediction.layer_blocks import ADDED, weight_parts
 from bench.prediction.machine_model import Machine
 from bench.prediction.memory_fit import state_by_kind
 from bench.prediction.pipelines.pipeline_model import PipelineModel
-from bench.prediction.pipelines.pipeline_seconds import (PredictedPipeline, Spent, fullest_stage,
+from bench.prediction.pipelines.pipeline_seconds import (PredictedPipeline, Spent,
                                                          predict_pipeline)
 from bench.prediction.seconds import achieved_seconds, collective_terms
 from mm3d import ModelSizes
@@ -112,7 +112,12 @@ def _terms_of_micro(model: PipelineModel, machine: Machine, spent: Spent, repeat
 
 
 def parameters_of_rank(model: PipelineModel) -> tuple[float, float]:
-    """Return the parameters of the first rank of the stage with the most, by dividing the model.
+    """Return the result of `parameters_of_ranks` for the stage with the most."""
+    return max(parameters_of_ranks(model), key=sum)
+
+
+def parameters_of_ranks(model: PipelineModel) -> list[tuple[float, float]]:
+    """Return the parameters of the first rank of each stage, by dividing the model.
 
     First are those that every replica has, then those of the experts that it has.
     """
@@ -129,8 +134,7 @@ def parameters_of_rank(model: PipelineModel) -> tuple[float, float]:
         extra[last] += model.vocab * sizes.hidden / divided
     where = model.scheme, model.grids[0], sizes, model.experts
     layer, routed = layer_parameters(*where), expert_parameters(*where, model.expert_parallel)
-    return max(((layer * count + more, routed * count) for count, more in zip(layers, extra)),
-               key=sum)
+    return [(layer * count + more, routed * count) for count, more in zip(layers, extra)]
 
 
 @cache
@@ -295,15 +299,13 @@ def model_flops(model: PipelineModel) -> dict[str, float]:
     return {"model": model.data * useful, "hardware": model.data * (useful + again)}
 
 
-def memory_by_kind(model: PipelineModel, ends: str = "both") -> dict[str, float]:
-    """Return the peak bytes of a rank by kind, exact in all, by a dry run of a step.
+def memory_by_kind(model: PipelineModel, stage: int, peak: float) -> dict[str, float]:
+    """Return the `peak` bytes of the first rank of a stage by kind, as `fullest_stage` returns.
 
-    Values, gradients, masters and moments are those of the stage with the most parameters;
-    "activations" is all else at the peak, buffers and intermediate arrays among them.  `ends` is
-    as of `fullest_stage`.
+    Values, gradients, masters and moments are by dividing the model.  All else are activations and
+    buffers: of collectives, of gathered weights, and intermediate arrays.
     """
-    _, peak = fullest_stage(model, optimizer=True, ends=ends)
     parts = [state_by_kind(model.stack.dtype, count, model.zero, shards)
-             for count, shards in zip(parameters_of_rank(model), shards_of(model))]
+             for count, shards in zip(parameters_of_ranks(model)[stage], shards_of(model))]
     found = {name: sum(one[name] for one in parts) for name in parts[0]}
-    return found | {"activations": max(0.0, peak - sum(found.values())), "all": peak}
+    return found | {"activations and buffers": max(0.0, peak - sum(found.values())), "all": peak}

@@ -25,6 +25,7 @@ MOST_NODES = 8
 LONG_SEQ = 2 ** 14    # tokens of a sequence, from which on a context is considered
 MOST_CONTEXT = 16     # ranks that divide positions, beside stages within a node
 CONTEXT_WAYS = Division.__dataclass_fields__["context_way"].metadata["choices"]
+SCHEDULES = ("1f1b", "zb-h1", "interleaved")
 MOST_CHUNKS = 6     # of a rank, where stages are interleaved
 MOST_ACTIONS = 2 ** 15    # micro-batches x chunks of all stages: what the clock times in seconds
 
@@ -87,7 +88,8 @@ class Choice(NamedTuple):
         """Name the kinds of parallelism beside replicas; or the kind of replicas."""
         if self.places == self.stages == self.expert_parallel == self.context == 1:
             return "data, ZeRO 3" if self.zero == 3 else "data"
-        parts = ([TITLES[self.scheme]] * (self.places > 1) + ["pipeline"] * (self.stages > 1)
+        parts = ([title(self.scheme, self.grid)] * (self.places > 1)
+                 + ["pipeline"] * (self.stages > 1)
                  + ["experts"] * (self.expert_parallel > 1) + ["context"] * (self.context > 1))
         return " + ".join(parts)
 
@@ -217,10 +219,11 @@ class Training:
         stages, microbatches = choice.stages, self.microbatches(choice)
         if stages * microbatches > MOST_ACTIONS:
             return
-        yield "1f1b"
+        plain, apart, interleaved = SCHEDULES
+        yield plain
         if stages == 1 or microbatches == 1:
             return
-        yield "zb-h1"
+        yield apart
         layers = self.gpt.layers
         if microbatches % stages == 0:
             for chunks in range(2, MOST_CHUNKS + 1):
@@ -228,7 +231,7 @@ class Training:
                 # As without chunks.
                 uneven = self.group == 1 and layers % stages and layers >= stages * chunks
                 if (equal or uneven) and stages * chunks * microbatches <= MOST_ACTIONS:
-                    yield f"interleaved:{chunks}"
+                    yield f"{interleaved}:{chunks}"
 
     def shards(self, choice: Choice) -> tuple[int | None, ...]:
         """List the numbers of replicas that divide one copy of the model, None for all."""
@@ -278,9 +281,18 @@ def divisors(number: int) -> tuple[int, ...]:
     return tuple(sorted({*small, *(number // one for one in small)}))
 
 
+def title(scheme: str, grid: GridShape) -> str:
+    """Name the kind of a grid: one of 3-D has several directions of more than one rank."""
+    several = sum(size > 1 for size in grid.sizes) > 1
+    return TITLES[scheme] if several or TITLES[scheme] != "3-D" else "one direction"
+
+
 @cache
 def list_grids(ranks: int) -> tuple[tuple[str, GridShape], ...]:
-    """List the schemes and grids of so many ranks, each division of the work once."""
+    """List the schemes and grids of so many ranks, each division of the work once.
+
+    1 x P x 1 of 3-D is sequence-parallel 1-D, which takes no longer.
+    """
     if ranks == 1:
         return (("1d", GridShape("x", (1,))),)
     found = []
@@ -289,5 +301,6 @@ def list_grids(ranks: int) -> tuple[tuple[str, GridShape], ...]:
             grids = find_scheme(scheme).grids(ranks)
         except ValueError:    # no square
             continue
-        found += [(scheme, grid) for grid in grids if all(grid[name] > 1 for name in several)]
+        found += [(scheme, grid) for grid in grids if all(grid[name] > 1 for name in several)
+                  and grid.get("y") != ranks]
     return tuple(found)

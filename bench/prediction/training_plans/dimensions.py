@@ -4,12 +4,17 @@ A dimension has some fields of a `Choice`, and lists their values for the fields
 choice is a line here, a field of `Choice`, and its price in `estimate`.
 """
 
+import re
 from dataclasses import dataclass
 from typing import Any, Callable, Iterable, Iterator
 
-from bench.prediction.training_plans.choices import (Choice, FEW_GPUS, MOST_ACTIONS, MOST_CONTEXT,
-                                                     MOST_NODES, POLICIES, Training)
+from bench.prediction.training_plans.choices import (Choice, FEW_GPUS, MOST_ACTIONS, MOST_CHUNKS,
+                                                     MOST_CONTEXT, MOST_NODES, POLICIES, SCHEDULES,
+                                                     SCHEMES, TITLES, Training, title)
+from mm3d import schemes
 from mm3d.grid.shape import GridShape
+from mm3d.model import recomputation
+from mm3d.training import schedules
 
 ZERO = range(4)
 FIRST = Choice(1, 0, 1, "1f1b", 1, "1d", GridShape("x", (1,)), "none")
@@ -42,7 +47,7 @@ class Dimension:
 
 DIMENSIONS = {
     "grid": Dimension(("scheme", "grid"), lambda training, one: training.shapes,
-                      lambda one: f"{one.scheme} {one.grid.compact}"),
+                      lambda one: grid_of(one)),
     "context": Dimension(("context", "way"), Training.contexts,
                          lambda one: f"{one.context}" + f" {one.way}" * (one.context > 1)),
     "stages": Dimension(("data", "stages"),
@@ -107,6 +112,13 @@ def _completed(training: Training, choice: Choice) -> Choice | None:
     return choice
 
 
+def grid_of(choice: Choice) -> str:
+    """Name a grid, and its kind where that of the scheme is another."""
+    kind = title(choice.scheme, choice.grid)
+    return f"{choice.scheme} {choice.grid.compact}" + f" ({kind})" * (
+        kind != TITLES[choice.scheme])
+
+
 def inside_nodes(choice: Choice) -> str:
     """Name the direction of more than one rank that varies fastest over the nodes."""
     several = [name for name, size in choice.mesh.items() if size > 1]
@@ -126,9 +138,16 @@ def describe(choice: Choice) -> str:
 
 def pruned(training: Training) -> str:
     """Say which plans a search does not consider."""
-    found = ["replicas or interleaved stages with unequal numbers of "
-             "sequences or layers", "ranks without a sequence, position or head",
-             "orders of the mesh over nodes with more than one direction in another place"]
+    others = {"schedules": (schedules.registry(), SCHEDULES), "recompute": (
+        [re.sub(r"\d+", "N", name) for name in recomputation.POLICIES], POLICIES),
+        "schemes": (schemes.registry(), {*SCHEMES, "serial"})}
+    found = [f"{name} {', '.join(dict.fromkeys(one for one in known if one not in of_plans))}"
+             for name, (known, of_plans) in others.items()]
+    found += [f"more than {MOST_CHUNKS} chunks of a rank", "stages with grids of their own",
+              "1 x P x 1 of 3d, which divides as 1d-sp does",
+              "replicas or interleaved stages with unequal numbers of sequences or layers",
+              "ranks without a sequence, position or head",
+              "orders of the mesh over nodes with more than one direction in another place"]
     if training.gpt.experts:
         found.append("stages that part the layers between two with experts")
     if training.long:

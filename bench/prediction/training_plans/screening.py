@@ -5,7 +5,7 @@ import itertools
 from copy import copy
 from dataclasses import replace
 from functools import cache
-from operator import le
+from operator import itemgetter, le
 from typing import Callable, Iterable, Iterator, Self
 
 import numpy as np
@@ -31,6 +31,7 @@ LEAST_AGAIN = 0.6   # of forward, that backward repeats with the recomputation o
 LISTED, ALONE, PLACED, ESTIMATED = range(4)
 
 INFINITE = float("inf")
+by_first = itemgetter(0)
 
 Scored = tuple[float, Choice]    # estimated seconds first
 States = tuple[Choice, ...]    # what replicas divide
@@ -153,6 +154,18 @@ class Screening:
         return (tuple(itertools.compress(states, fits)),
                 float(np.min(needed, where=~fits, initial=INFINITE)))
 
+    def smallest(self) -> list[Choice]:
+        """Return the plan of each family that needs the least by closed forms, ascending."""
+        least: dict[str, tuple[float, Choice]] = {}
+        for work in self.works():
+            held = self.estimator.held(work, self.layers.filled(Layer.of(work, whole=True))[0])
+            for one in self.listed(work.replicas):
+                choice = work._replace(zero=one.zero, shards=one.shards)
+                needed = max(self.estimator.needed(choice, held)), choice
+                least[choice.family] = min(least.get(choice.family, needed), needed,
+                                           key=by_first)
+        return [choice for _, choice in sorted(least.values(), key=by_first)]
+
     def _rates(self, data: int, experts: int
                ) -> tuple[np.ndarray, np.ndarray, list[tuple[float, float]]]:
         """Return the bytes per parameter of what so many replicas divide, and per one of experts.
@@ -233,7 +246,7 @@ class Screening:
     def _placed(self, choice: Choice) -> Scored:
         """Return the fastest place of a plan on the nodes by dry runs of a layer."""
         return min(((self.estimator.seconds(one, work), one)
-                    for _, one, work in self._in_places(choice, self.traced)), key=_seconds)
+                    for _, one, work in self._in_places(choice, self.traced)), key=by_first)
 
     def refine(self, families: dict[str, Iterable[Scored]]) -> dict[str, list[Scored]]:
         """Return the best plans that fit, by dry runs of a layer, of all and of each family."""
@@ -249,7 +262,7 @@ class Screening:
                 yield seconds, choice
                 if enough(family, seconds):
                     return
-        for seconds, choice in heapq.merge(*map(wanted, families), key=_seconds):
+        for seconds, choice in heapq.merge(*map(wanted, families), key=by_first):
             if not enough(choice.family, seconds):
                 scored = self.scored(choice)
                 found[choice.family] += scored
@@ -303,10 +316,6 @@ class Screening:
                 f"and grids that divide {gpt.heads} heads and {gpt.hidden} features{would}")
 
 
-def _seconds(one: Scored | Bounded) -> float:
-    return one[0]
-
-
 def ordered(plans: Iterable) -> list:
     """Return plans by ascending seconds."""
-    return sorted(plans, key=_seconds)
+    return sorted(plans, key=by_first)

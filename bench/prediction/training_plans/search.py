@@ -43,14 +43,17 @@ class TrainingPlan:
     ends: str = "both"
 
     @cached_property
-    def memory(self) -> dict[str, float]:
-        """Return the peak bytes of a rank by kind, by a dry run of a step, some seconds."""
-        return memory_by_kind(self.model, self.ends)
+    def fullest(self) -> tuple[int, int]:
+        """Return the stage that needs the most memory, and its peak bytes, by a dry run of a step.
+
+        It takes some seconds.
+        """
+        return fullest_stage(self.model, optimizer=True, ends=self.ends)
 
     @property
-    def fullest(self) -> int:
-        """Return the stage of the rank that `memory` is of."""
-        return fullest_stage(self.model, optimizer=True, ends=self.ends)[0]
+    def memory(self) -> dict[str, float]:
+        """Return the peak bytes of a rank by kind."""
+        return memory_by_kind(self.model, *self.fullest)
 
     @property
     def seconds(self) -> float:
@@ -149,6 +152,17 @@ class Search(Screening):
         self.counts["exact"] = self.exact.cache_info().currsize
         return Found(fastest, families, self.unfit, changes, self.refused, self.counts,
                      time.perf_counter() - start)
+
+    def nearest(self, most: int) -> list[TrainingPlan]:
+        """Return plans that do not fit, those that lack the least first.
+
+        They are those that were predicted, and of each family the smallest by closed forms.
+        """
+        smallest = [plan for choice in self.smallest()[:most]
+                    if (plan := self.predicted(choice)) is not None]
+        found = {plan.choice: plan for plan in (*self.unfit, *smallest)
+                 if plan.memory["all"] > self.limit}
+        return sorted(found.values(), key=lambda one: one.memory["all"])[:most]
 
     def changes(self, best: TrainingPlan) -> dict[str, TrainingPlan | str]:
         """Return the result of `_cheapest` for each dimension."""

@@ -215,8 +215,10 @@ def _notes_of_waits(rows: Sequence[Row]) -> list[str]:
     if not rows:
         return []
     chosen, env = rows[-1].record.configuration, rows[-1].record.environment
-    above = sum(float(row.record.values("share_of_software"))
-                > float(row.record.configuration["software_share"]) for row in rows)
+    allowed: dict[float, list[Row]] = {}
+    for row in rows:
+        allowed.setdefault(float(row.record.configuration["software_share"]), []).append(row)
+    shares = [_above(share, some) for share, some in sorted(allowed.items())]
     return [
         f"Ranks wait for the seconds of machine {chosen['waited_machine']}, whose lengths are "
         f"divided by {chosen['waited_shrink']:g}, times {chosen['waited_scale']:g}: for every "
@@ -225,9 +227,17 @@ def _notes_of_waits(rows: Sequence[Row]) -> list[str]:
         f"waited for: comparisons of arguments between ranks, sums inside MPI, and copies, which "
         f"are software.",
         f"Software is a step without links and waits, on {env['cores']} cores that all ranks "
-        f"share; it takes more than its allowed share in {above} of {len(rows)} rows.",
+        f"share. It is allowed {'; '.join(shares)}.",
         "Predicted, and stored before the first step: links of the cluster, shared by the ranks "
         "of a node, and the waits, without software; nothing is fitted."]
+
+
+def _above(share: float, rows: Sequence[Row]) -> str:
+    """Say in how many of the rows with this allowed share of software it takes more."""
+    above = sum(float(row.record.values("share_of_software")) > share for row in rows)
+    ranks = ", ".join(dict.fromkeys(str(row.record.environment["ranks"]) for row in rows))
+    return (f"{100 * share:g} % of a step on {ranks} ranks, and takes more in {above} of "
+            f"{counted(len(rows), 'row')}")
 
 
 def _notes_of_computing(rows: Sequence[Row]) -> list[str]:

@@ -19,7 +19,7 @@ OVERLAPS = {
     True: "assumed: sums over replicas go on behind backward, and gathers behind forward, as far "
           "as these take longer; train --in-flight hides sums, and gathers nothing ahead; what is "
           "in flight takes no memory here"}
-KINDS = ("values", "gradients", "masters", "moments", "activations")
+KINDS = ("values", "gradients", "masters", "moments", "activations and buffers")
 LIMITS = {"products": "products", "elementwise": "elementwise passes",
           "links": "links inside a stage", "latency": "latency", "hops": "hops between stages",
           "replicas": "sums over replicas", "optimizer": "optimizer", "bubble": "bubble"}
@@ -28,14 +28,20 @@ LIMITS = {"products": "products", "elementwise": "elementwise passes",
 def training_parts(training: Training, found: Found, unfit: bool, top: int) -> list[Part]:
     """Make all tables and notes of a search: of the `top` families, and with `unfit` of others."""
     plans = list(found.families.values())[:top]
-    return [training.machine.described,
-            f"{training.gpus} GPU{'s' * (training.gpus > 1)}, {training.gpt.name}, "
-            f"{training.batch} sequences of {training.seq} tokens a step, {training.dtype}",
-            plan_table(training, plans), memory_table(plans), time_table(plans),
+    return [*headings(training), plan_table(training, plans), memory_table(plans),
+            time_table(plans),
             *([unfit_table(training, found.unfit)] if unfit and found.unfit else []),
             changes_table(training, found),
             Notes("The best plan as options", command_lines(training, found.best)),
             remarks(training, found)]
+
+
+def headings(training: Training) -> list[Part]:
+    """Name the machine, and what is trained on it."""
+    return [training.machine.described,
+            f"{training.gpus} GPU{'s' * (training.gpus > 1)}, {training.gpt.name}, "
+            f"{training.batch} sequences of {training.seq} tokens, "
+            f"{training.batch * training.seq:,} tokens a step, {training.dtype}"]
 
 
 def plan_table(training: Training, plans: Sequence[TrainingPlan]) -> Table:
@@ -142,8 +148,8 @@ def command_lines(training: Training, plan: TrainingPlan) -> list[str]:
             f"{choice.recompute}" + f" --inside {choice.inside}" * bool(choice.inside)
             + f" --expert-parallel {choice.expert_parallel}" * (choice.expert_parallel > 1))
     trained = f"{sizes} {mesh}" + f" --in-flight {IN_FLIGHT}" * training.overlap
-    return [f"python -m bench dry --ranks {training.gpus} {sizes} {mesh} "
-            f"--rank {plan.fullest * choice.places} --memory {machine.memory_bytes:.0f} --machine "
+    return [f"python -m bench dry --ranks {training.gpus} {sizes} {mesh} --rank "
+            f"{plan.fullest[0] * choice.places} --memory {machine.memory_bytes:.0f} --machine "
             + shlex.quote(training.named or machine.name) + " --hide-sums" * training.overlap,
             f"mpirun -n {training.gpus} python -m bench train {trained}",
             f"python -m jobs train --site gpu8 --ranks {training.gpus} -- {trained}"]
@@ -167,7 +173,7 @@ def remarks(training: Training, found: Found) -> Notes:
            "choose all experts equally often"] if gpt.experts else []),
         "shards: replicas that divide one copy of the model by ZeRO; inside nodes: the direction "
         "of the mesh that varies fastest from rank to rank (d among these replicas, r across "
-        "copies, s stages)",
+        "copies, s stages); one direction: of 3-D grids those that divide x or z alone",
         f"memory is exact, that of a dry run of a step, by which {len(found.unfit)} plans did not "
         f"fit; seconds are a model",
         "MFU: operations of all products over the seconds and the rate of products of the "

@@ -180,6 +180,7 @@ def test_rows_that_computed_stand_beside_those_that_waited(tmp_path):
     """Without a machine their prediction is none, and no planner is said to choose."""
     every = [waited_step(1, 2.0, 2.5), waited_step(2, 3.0, 2.0), computed_step(1), computed_step(
         2, predicted_by="longhorn", unpredicted="")]
+    every[0].configuration["software_share"] = 0.01    # of 2 % that it takes
     for number, one in enumerate(every):
         run_file.write_run(one, tmp_path, f"combined-{number}")
     text = format_tables(tmp_path)
@@ -189,6 +190,8 @@ def test_rows_that_computed_stand_beside_those_that_waited(tmp_path):
     assert "data 8, ZeRO 1, serial" in line and "chosen" not in line
     assert "1 row that computed: nothing was predicted" in text and "by machine longhorn" in text
     assert text.count("a planner chooses") == 1
+    assert ("It is allowed 1 % of a step on 8 ranks, and takes more in 1 of 1 row; 10 % of a step "
+            "on 8 ranks, and takes more in 0 of 1 row.") in " ".join(text.split())
     drawn, left_out = draw_figures(read_folder(tmp_path))
     assert [path.name for path in drawn] == ["training-steps-on-meshes.png"] and not left_out
 

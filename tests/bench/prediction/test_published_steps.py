@@ -11,11 +11,13 @@ from bench.errors import UsageError
 from bench.prediction import machine_model
 from bench.prediction.machine_model import Achieved
 from bench.prediction.pipelines.pipeline_model import PipelineModel
+from bench.prediction.pipelines.pipeline_seconds import fullest_stage
 from bench.prediction.published.published_steps import (COLUMNS, choices, fit_machine,
                                                         predict_rows, read_rows)
 from bench.prediction.pipelines.training_step import (SHARES, memory_by_kind, model_flops,
                                                       optimizer_seconds, parameters_of_rank,
-                                                      predict_step, written_seconds)
+                                                      parameters_of_ranks, predict_step,
+                                                      written_seconds)
 from bench.reports.plans.step_tables import step_parts
 from mm3d.model.stack import Stack
 from mm3d.schemes import find_scheme
@@ -43,12 +45,13 @@ def gpt(stages=2, microbatches=4, ranks=1, **more) -> PipelineModel:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_parameters_of_the_largest_stage_are_those_of_a_dry_run(tied):
+def test_parameters_of_stages_are_those_of_a_dry_run(tied):
     for stages in (1, 2):
         model = gpt(stages, tied=tied)
-        held = max(model.trace(4 // stages, stage=stage, extrapolates=False).parameters
-                   for stage in range(stages))
-        assert sum(parameters_of_rank(model)) == held / 4    # values and gradients of 2 bytes each
+        held = [model.trace(4 // stages, stage=stage, extrapolates=False).parameters / 4
+                for stage in range(stages)]    # values and gradients of 2 bytes each
+        assert [*map(sum, parameters_of_ranks(model))] == held
+        assert sum(parameters_of_rank(model)) == max(held)
 
 
 def test_shares_of_a_step_are_its_seconds():
@@ -105,12 +108,14 @@ def test_gradients_that_are_first_written_are_whole_up_to_zero_1():
 
 
 def test_memory_by_kind_is_the_peak_of_the_dry_run():
-    found = memory_by_kind(gpt(2, 4))
+    def by_kind(model):
+        return memory_by_kind(model, *fullest_stage(model, optimizer=True))
+    found = by_kind(gpt(2, 4))
     assert found["all"] == sum(value for name, value in found.items() if name != "all")
-    count, _ = parameters_of_rank(gpt(2, 4))
+    count, _ = parameters_of_ranks(gpt(2, 4))[fullest_stage(gpt(2, 4), optimizer=True)[0]]
     assert [found[name] / count for name in ("values", "gradients", "masters", "moments")] == [
         2, 4, 4, 8]
-    many = memory_by_kind(replace(gpt(2, 16), stack=replace(gpt().stack, batch=32)))
+    many = by_kind(replace(gpt(2, 16), stack=replace(gpt().stack, batch=32)))
     assert many["all"] == found["all"]    # more micro-batches need no more
 
 
