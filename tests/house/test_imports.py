@@ -370,7 +370,7 @@ LOADED = {
     "draw cube": (68, 9100),    # it runs products and a layer, dry; it drew a picture
     "draw schedule --schedule 1f1b --stages 2 --microbatches 2": (42, 3850),
     "run --help": (132, 18000),
-    "reproduce --help": (129, 18350),
+    "reproduce --help": (129, 18400),
     "train --help": (179, 23750)}
 SAY_LOADED = """
 import contextlib, io, sys
