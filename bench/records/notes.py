@@ -80,7 +80,8 @@ def equal_rate_notes(record: Measurements, sides: Mapping[str, tuple[float, floa
     Parameters
     ----------
     sides : mapping of str to (float, float)
-        Seconds of a step of each side of the library, and of mm3d; NaN where not measured.
+        Seconds of a step of each side of the library, and the ratio of its to mm3d's, as the
+        table has it; NaN where not measured.
     busy : float
         The share of the time in which the library's processes compute.
     """
@@ -90,11 +91,11 @@ def equal_rate_notes(record: Measurements, sides: Mapping[str, tuple[float, floa
     own, other = found["product_flops"] / np.median(found["product_samples"], axis=1)
     work = float(found["torch_flops"]) / int(found["torch_cores"]) / busy
     remaining = []
-    for name, (seconds, mine) in sides.items():
+    for name, (seconds, ratio) in sides.items():
         if np.isfinite(seconds):
             share = min(1.0, work / other / seconds)
-            remaining.append(f"{seconds * (1 - share + share * other / own) / mine:.2f} instead "
-                             f"of {seconds / mine:.2f} ({name})")
+            remaining.append(f"{ratio * (1 - share + share * other / own):.2f} instead of "
+                             f"{ratio:.2f} ({name})")
     return [f"Kernels: one thread multiplies at {own / 1e9:.1f} GFLOP/s with mm3d's library and "
             f"at {other / 1e9:.1f} GFLOP/s with {library}'s: local products of a step, in turns. "
             f"At equal rates {library} / mm3d would be {', '.join(remaining)}, with {library}'s "

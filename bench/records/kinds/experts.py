@@ -111,9 +111,10 @@ ROUTED = [
 
 def _kernels(record: Measurements) -> list[str]:
     """Say how fast both sides multiply, and what could not be measured."""
-    first, seconds = record.scales["routing"][0], record.values("seconds")[0, :, 0]
+    first = record.scales["routing"][0]
+    seconds, ratio = (record.values(name)[0, :, 0] for name in ("seconds", "ratio"))
     left_out = str(record.configuration.get("left_out", ""))
-    return [*equal_rate_notes(record, {f"{kind}, {first}": (seconds[n], seconds[0])
+    return [*equal_rate_notes(record, {f"{kind}, {first}": (seconds[n], ratio[n])
                                        for n, kind in enumerate(record.scales["kind"]) if n > 2}),
             *[f"Not measured: {left_out}."] * bool(left_out)]
 

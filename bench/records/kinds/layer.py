@@ -106,9 +106,9 @@ def _notes(records: Sequence[Measurements]) -> list[str]:
             f"transport {chosen['transport']}; {env['ranks']} ranks on {env['cores']} cores, "
             + ", ".join(filter(None, [describe_cluster(env), describe_libraries(env)]))
             + f"; verified, {largest_error(record.checks)}.")
-        library, other = str(record.scales["kind"][2]), record.values("seconds")[2, 0]
-        found += equal_rate_notes(
-            record, {library: (other, other / record.values("ratio")[2, 0])}, library=library)
+        library = str(record.scales["kind"][2])
+        found += equal_rate_notes(record, {library: tuple(
+            record.values(name)[2, 0] for name in ("seconds", "ratio"))}, library=library)
     return found + [
         "Times are makespans.  Products alone: the local matrix products of the linear layers, "
         "without communication, attention's own and everything else.",

@@ -286,7 +286,8 @@ def _kernels(records: Sequence[Measurements]) -> list[str]:
         at = Place(record, {})
         bubble = np.median(bubble_rates(at("reference_times"), _schedule(at)))
         name = f"{chosen['schedule']}, {chosen['microbatches']} micro-batches"
-        notes += equal_rate_notes(record, {name: tuple(_both(at)[::-1])}, 1 - bubble)
+        notes += equal_rate_notes(record, {name: (_both(at)[1], at("ratio")[0])},
+                                  1 - bubble)
     return notes
 
 

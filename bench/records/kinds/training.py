@@ -118,7 +118,7 @@ def _notes(record: Measurements) -> list[str]:
                      f"tokens a second.")
         if not np.isnan(speed):
             other = tokens / tokens_per_second(tokens, seconds)
-            notes += equal_rate_notes(record, {"PyTorch": (other, tokens / speed)})
+            notes += equal_rate_notes(record, {"PyTorch": (other, other * speed / tokens)})
     if "entropy" in record.variables:
         notes.append(_experts(record))
     if chosen["ended_by"] != "steps":

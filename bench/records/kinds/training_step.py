@@ -89,8 +89,8 @@ def _notes(record: Measurements) -> list[str]:
         "replicas."]
     if chosen["torch"] != "none":
         notes.append(f"Beside: {chosen['torch']}.")
-        seconds = record.values("seconds")[:, 0]
-        notes += equal_rate_notes(record, {str(side): (seconds[n], seconds[0]) for n, side
+        seconds, ratio = (record.values(name)[:, 0] for name in ("seconds", "ratio"))
+        notes += equal_rate_notes(record, {str(side): (seconds[n], ratio[n]) for n, side
                                            in enumerate(record.scales["side"]) if n})
     if env["oversubscribed"]:
         notes.append(CROWDED)

@@ -80,7 +80,8 @@ def test_random_numbers_depend_on_seed_and_name():
         models = [mm3d.Transformer(scheme, **size, seed=seed, dtype="float64") for seed in (0, 1)]
         draws = [model.random(name) for model in models for name in ("x", "y")]
         assert np.array_equal(draws[0], models[0].random("x"))
-        state = {(n, name): a for n, model in enumerate(models) for name, a in model.state().items()}
+        state = {(n, name): a for n, model in enumerate(models)
+                 for name, a in model.state().items()}
     for numbers in (draws, [a for a in state.values() if a.ndim == 2]):
         numbers = np.concatenate([a.ravel() for a in numbers])
         assert len(np.unique(numbers)) == len(numbers)
