@@ -9,11 +9,11 @@ from bench.papers.paper import Evaluated, Paper
 
 MOST_LINES = 12    # of cells that differ, for one column
 CARE = (
-    "A number is listed where no inputs that are printed so give it by the relation named below: "
-    "rounding and truncation are allowed for.",
-    "No more is said: which of the number, its inputs and the relation is another than was meant "
-    "cannot be told from print, unless a note says so. No conclusion of a paper is checked here, "
-    "and some were read from copies of the text.",
+    "Listed are printed numbers that the relation named below does not give, from any inputs that "
+    "round, or are truncated, to the printed ones.",
+    "Print does not show whether the number, an input or the relation is wrong, unless a note "
+    "says so. No conclusion of a paper is checked here, and some were read from copies of the "
+    "text.",
     "Where a formula in print is held against a schedule, its value is what is called printed.")
 MOST_COLUMNS = 3    # that are computed, side by side
 

@@ -98,7 +98,7 @@ def screen_grids(candidates: Iterable[tuple[str, GridShape]], machine: machine_m
     for place, (name, grid) in enumerate(candidates):
         layouts = [find_scheme(name).layouts(grid, *rows)
                    for rows in ((stack.batch, stack.seq), (1, 1))]
-        alike = name, *layouts, tuple(size == 1 for size in grid.sizes)
+        alike = name, grid.ranks, *layouts, tuple(size == 1 for size in grid.sizes)
         groups.setdefault(alike, {})[place] = grid
     screen = partial(_screen, machine, stack, collective_price(machine),
                      cache(partial(gemm_seconds, machine)))

@@ -93,9 +93,8 @@ class Run(Measurements):
 
     @property
     def software_bound(self) -> float:
-        """The share of a step that software may take in an emulated cluster; 0 if none was given.
-        """
-        return float(self.configuration.get("software_share", 0))
+        """The share of a step that software may take in an emulated cluster; NaN if unknown."""
+        return float(self.configuration.get("software_share", 0)) or np.nan
 
     @property
     def times(self) -> dict[str, np.ndarray]:

@@ -50,7 +50,7 @@ def compare_predictions(machine: Machine, found: Sequence[Measured]) -> list[Par
     left = [f"{counted(count, 'run')} of {what} left out" for count, what in (
         (len(known) - len(own), "other numbers of ranks or another transport"),
         (len(found) - len(known), "dtypes without a rate of products")) if count]
-    parts: list[Part] = [machine.about]
+    parts: list[Part] = [machine.described]
     if own:
         pairs = [Pair(one, predict_seconds(machine, one.work, one.dtype)) for one in own]
         parts += [seconds_table(pairs),

@@ -106,7 +106,7 @@ def row_parts(name: str, schedule: Schedule, outcome: Outcome, found: Sequence[R
                 for one in found if one.row.table == table]
         parts.append(Table(f"{HEADINGS[table]}, {name} of {of}{stages} stages and "
                            f"{schedule.microbatches} micro-batches{zero} (a model): "
-                           f"{outcome.machine.about}", columns, rows))
+                           f"{outcome.machine.described}", columns, rows))
     again = ", ".join(TITLES[scheme] for scheme, on in outcome.fit.recompute.items() if on)
     about = Notes("About these rows:", [
         f"{outcome.fit.layers} layers and the achieved fractions of the fit to the paper's "

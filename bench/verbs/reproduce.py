@@ -92,7 +92,8 @@ def run(arguments: argparse.Namespace) -> int:
     why = choose(arguments) if arguments.preset is None else ""
     preset = load_tables().presets[arguments.preset]
     outside = preset.cluster and Cluster.from_environment() is None
-    said = f"preset {arguments.preset}{why}; {expected_time(arguments, preset)}"
+    said = (f"preset {arguments.preset}" + f", {why}" * bool(why)
+            + f"; {expected_time(arguments, preset)}")
     if why or outside:
         say(said)
     if arguments.precise and preset.software_share:
@@ -109,7 +110,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_verifiable(cases)
     log = Journal(journal.check_folder(arguments.out))
     log.claim()
-    if not (why or preset.cluster):    # else it has been said, outside of the cluster
+    if not (why or preset.cluster):    # else it was said before the cluster was started
         say(said)
     resume.remove_parts_of_files(log.folder)
     predict_rows(arguments, cases)
@@ -147,7 +148,7 @@ def most_ranks(cases: list[Case]) -> list[Case]:
 
 
 def choose(arguments: argparse.Namespace) -> str:
-    """Choose the preset, add it to the words of the command, and return why, after a comma."""
+    """Choose the preset, add it to the words of the command, and return why."""
     arguments.preset, why = choose_preset(arguments)
     preset = load_tables().presets[arguments.preset]
     chosen = [f"--preset={arguments.preset}"]
@@ -155,18 +156,20 @@ def choose(arguments: argparse.Namespace) -> str:
         arguments.equal_tokens = True
         chosen.append("--equal-tokens")
     arguments.words = [*arguments.words, *chosen]
-    return f", {why}"
+    return why
 
 
 def expected_time(arguments: argparse.Namespace, preset: Preset) -> str:
-    """Say how long the selected rows take: their part of what all rows of the preset take."""
-    said = notes.counted(rows := len(rows_of_options(arguments)), "row")
+    """Say how long the selected rows take: by ranks, their part of what all of a preset take."""
+    rows = rows_of_options(arguments)
+    said = notes.counted(len(rows), "row")
     if not preset.minutes:
         return said
-    every = len(rows_of(preset, "all", "paper", None, bool(preset.cluster)))
-    minutes = notes.counted(math.ceil(preset.minutes * rows / every), "minute")
+    every = rows_of(preset, "all", "paper", None, bool(preset.cluster))
+    part = sum(row.gpus for row in rows) / sum(row.gpus for row in every)
+    minutes = notes.counted(math.ceil(preset.minutes * part), "minute")
     return (f"{said}, about {minutes} on two cores"
-            + f", as {every} take {preset.minutes:g}" * (rows != every)
+            + f", as {len(every)} take {preset.minutes:g}" * (len(rows) != len(every))
             + ", and several times as long with --precise" * arguments.precise)
 
 

@@ -188,10 +188,12 @@ class GridShapes(GridShape):
     Parameters
     ----------
     shapes : sequence of GridShape
-        Shapes of the same directions.
+        Shapes of the same directions and as many ranks; ValueError otherwise.
     """
 
     def __init__(self, shapes: Sequence[GridShape]) -> None:
+        if len({(one.directions, one.ranks) for one in shapes}) != 1:
+            raise ValueError("shapes have other directions or numbers of ranks")
         sizes = tuple(np.array(column, object) for column in zip(*(one.sizes for one in shapes)))
         vars(self).update(directions=shapes[0].directions, sizes=sizes, one=shapes[0],
                           _sizes=dict(zip(shapes[0].directions, sizes)))

@@ -193,11 +193,10 @@ def count_sides(subject: MeasuredLayer, beside: str,
     if beside == COLOSSAL:
         found = reference.take_turn("count")
         rows.append([found["calls"], found["words"], found["saved"]])
-    comm = subject.scheme.grid.comm
+    comm, stated = subject.scheme.grid.comm, sum(mm3d.cost.step_words(subject.model).values())
     everyone, problem = comm.gather(rows), None
     if everyone is not None:
         everyone = np.array(everyone, float).transpose(2, 1, 0)
-        stated = sum(mm3d.cost.step_words(subject.model).values())
         equal = scheme_options(subject.scheme).get("keep") == "both"
         for side, mean in zip(("mm3d", COLOSSAL)[:1 + equal], everyone[1].mean(axis=1)):
             if abs(mean - stated) > 0.5:

@@ -159,11 +159,15 @@ class Screening:
         least: dict[str, tuple[float, Choice]] = {}
         for work in self.works():
             held = self.estimator.held(work, self.layers.filled(Layer.of(work, whole=True))[0])
-            for one in self.listed(work.replicas):
-                choice = work._replace(zero=one.zero, shards=one.shards)
-                needed = max(self.estimator.needed(choice, held)), choice
-                least[choice.family] = min(least.get(choice.family, needed), needed,
-                                           key=by_first)
+            shared, routed, _ = self.rates(work.replicas, work.expert_parallel)
+            needed = np.max([shared * parameters + routed * experts + more
+                             for parameters, experts, more in held], axis=0)
+            states = self.listed(work.replicas)
+            # Of replicas alone the family depends on the state, of all others on the work.
+            for at in range(len(states)) if work.family == "data" else [int(np.argmin(needed))]:
+                choice = work._replace(zero=states[at].zero, shards=states[at].shards)
+                found = float(needed[at]), choice
+                least[choice.family] = min(least.get(choice.family, found), found, key=by_first)
         return [choice for _, choice in sorted(least.values(), key=by_first)]
 
     def _rates(self, data: int, experts: int

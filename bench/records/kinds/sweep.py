@@ -31,7 +31,7 @@ SCHEMAS = {
             "dtype heads hidden layers preset recompute seq table waited_machine waited_scale "
             "waited_shrink"),
         "variables": {"samples": "plan link phase repetition", "work": "plan phase"},
-        "optional": {"predicted": "plan link phase kind", "software": "plan link phase",
+        "optional": {"predicted": "plan link phase kind", "software": "plan link",
                      "bound": "plan link"},
         "labels": {
             "kind": [["work", "links"]],
@@ -134,9 +134,9 @@ def read_curves(record: Measurements) -> list[SweptCurve]:
     if "predicted" in record.variables:
         predicted = record.values("predicted").sum(axis=(2, 3))
     if "software" in record.variables:
-        software = record.values("software").sum(axis=2)
+        software = record.values("software")
     if "bound" in record.variables:
-        bound = np.where(found := record.values("bound"), found, np.nan)
+        bound = record.values("bound")
     return [SweptCurve(plan, *(each[at] / plan.batch
                                for each in (samples, predicted, software, work)), bound[at])
             for at, plan in enumerate(map(SweptPlan.parse, record.scales["plan"]))]

@@ -65,8 +65,8 @@ def _join(links: tuple[float, ...], plans: dict[str, list[Run]]) -> Measurements
     software, modelled = of_group("software", "samples"), of_group("waits", "modelled")
     variables = {
         "samples": Variable(over(slowest), "s", ("plan", "link", "phase", "repetition")),
-        "software": Variable(over(lambda run: np.median(software(run), axis=1) / run.dilation),
-                             "s", ("plan", "link", "phase")),
+        "software": Variable(over(lambda run: np.median(software(run).sum(axis=0))
+                                  / run.dilation), "s", ("plan", "link")),
         "bound": Variable(over(lambda run: run.software_bound), "1", ("plan", "link")),
         "predicted": Variable(over(of_group("predicted", "seconds")), "s",
                               ("plan", "link", "phase", "kind")),

@@ -114,8 +114,8 @@ class Emulated:
 
     @property
     def bound(self) -> float:
-        """The share of a step that software may take; 0 if none was given."""
-        return 0.0 if self.run is None else self.run.software_bound
+        """The share of a step that software may take; NaN if none was given."""
+        return math.nan if self.run is None else self.run.software_bound
 
     @property
     def predicted_average(self) -> float:

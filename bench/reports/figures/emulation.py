@@ -164,10 +164,11 @@ def _remarks(rows: Sequence[Emulated], marked: bool) -> list[str]:
             f"arithmetic that a model of {machine} states. Seconds are at its scale.",
             f"Batches, {_batches(rows)}."]
     if above := [one for one in rows if not one.quotable]:
-        bounds = " or ".join(f"{100 * each:g} %" for each in sorted({one.bound for one in above}))
+        bounds = " or ".join(f"{100 * each:g} %" for each in sorted(
+            {one.bound for one in above if one.bound > 0})) or "what is allowed"
+        unknown = any(math.isnan(one.software) or math.isnan(one.bound) for one in above)
         said[-1] += (f" Open markers{f' and {MARK}' * marked}: software above {bounds} of a step"
-                     + ", or not timed" * any(math.isnan(one.software) for one in above)
-                     + ", not to be quoted.")
+                     + ", or unknown" * unknown + ", not to be quoted.")
     return said
 
 

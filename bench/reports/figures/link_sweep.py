@@ -54,9 +54,9 @@ def draw_sweeps(records: Sequence[Measurements]):
                 for one in sweep.read_curves(record))
     figure.supxlabel(
         "ranks wait for modelled work and send real bytes; they share "
-        f"{records[0].environment['cores']} cores for all else, software,\n"
-        f"whose share of a step is below each rate{', open markers above its bound' * above}; "
-        "bars: least to greatest sample")
+        f"{records[0].environment['cores']} cores for all else, software;\n"
+        f"under each rate its share of a step, and the most allowed"
+        f"{' (open markers: more)' * above}; bars: least to greatest sample")
     return figure
 
 
@@ -113,7 +113,7 @@ def _software(shares: Sequence[float], bounds: Sequence[float]) -> list[str]:
     def percent(found: Sequence[float]) -> str:
         return " to ".join(dict.fromkeys(f"{100 * end(found):.0f}" for end in (min, max))) + " %"
     return [f"{word} {percent(found)}"
-            for word, found in (("software", shares), ("of at most", bounds))
+            for word, found in (("software", shares), ("allowed", bounds))
             if not np.isnan(found).any()]
 
 

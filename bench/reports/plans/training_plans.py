@@ -173,7 +173,8 @@ def remarks(training: Training, found: Found) -> Notes:
            "choose all experts equally often"] if gpt.experts else []),
         "shards: replicas that divide one copy of the model by ZeRO; inside nodes: the direction "
         "of the mesh that varies fastest from rank to rank (d among these replicas, r across "
-        "copies, s stages); one direction: of 3-D grids those that divide x or z alone",
+        "copies, s stages)" + "; one direction: of 3-D grids those that divide x or z alone"
+        * any("one direction" in name for name in found.families),
         f"memory is exact, that of a dry run of a step, by which {len(found.unfit)} plans did not "
         f"fit; seconds are a model",
         "MFU: operations of all products over the seconds and the rate of products of the "

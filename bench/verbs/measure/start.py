@@ -62,4 +62,5 @@ def tables(found: list[tuple[int, list[tuple[dict, dict]]]]) -> list[Part]:
                 "of the ratios of a round",
                 "a step is forward and backward of one tiny layer; the gather is the "
                 f"mean of {CALLS} along x, all that a rank's processor spends on it",
-                "private: of no other process, neither files nor shared memory", *samples])]
+                "private: pages that no other process maps, of files and shared memory, too",
+                *samples])]

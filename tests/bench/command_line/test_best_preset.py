@@ -79,7 +79,7 @@ def test_the_choice_and_its_time_are_one_line_and_its_words_go_inside(tmp_path, 
     assert inside == [("16x4:50Mbit", ["reproduce", "--ranks=8", f"--out={tmp_path}",
                                        "--preset=emulated", "--equal-tokens"])]
     (line,) = capsys.readouterr().out.splitlines()
-    assert line == ("preset emulated, for a reason; 8 rows, about 8 minutes on two cores, "
+    assert line == ("preset emulated, for a reason; 8 rows, about 2 minutes on two cores, "
                     "as 26 take 23")
     assert main(["reproduce", "--preset=emulated", "--equal-tokens", f"--out={tmp_path}"]) == 0
     assert inside[-1][1] == ["reproduce", "--preset=emulated", "--equal-tokens",

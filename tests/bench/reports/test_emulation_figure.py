@@ -85,7 +85,7 @@ def test_open_markers_are_of_rows_above_the_bound_of_software(results, figure, p
         (row.gpus, of_run(row, results.get(row)).average) for row in select_rows("weak"))))
     assert [len(opened(panel)) for panel in panels.flat] == [0, 9, 0, 0, 0, 0]
     assert figure.get_supxlabel().endswith("Open markers and *: software above 25 % of a step, or "
-                                           "not timed, not to be quoted.")
+                                           "unknown, not to be quoted.")
 
 
 def test_the_bound_is_named_where_rows_are_above_it_and_nothing_else(results):

@@ -37,7 +37,7 @@ def record():
         {"predicted": Variable(np.broadcast_to(
             np.array([[0.25, 3.0], [0.25, 0.75], [0.25, 0.0]])[:, None], (3, 3, 2, 2)), "s",
             ("plan", "link", "phase", "kind")),
-         "software": Variable(np.full((3, 3, 2), 0.05), "s", ("plan", "link", "phase")),
+         "software": Variable(np.full((3, 3), 0.1), "s", ("plan", "link")),
          "samples": Variable(samples, "s", ("plan", "link", "phase", "repetition")),
          "work": Variable(np.full((3, 2), 0.25), "s", ("plan", "phase"))},
         [Check("output", 0.0, 1e-5)])
@@ -187,10 +187,10 @@ def test_a_picture_says_the_share_of_software_and_its_bound_at_each_rate():
     figure = figures.draw_sweeps([record])
     (panel,) = figure.axes
     assert [text.get_text() for text in panel.get_xticklabels()] == [
-        "50 Mbit/s\nsoftware 3 %\nof at most 2 %", "unlimited\nsoftware 3 %\nof at most 25 %"]
+        "50 Mbit/s\nsoftware 3 %\nallowed 2 %", "unlimited\nsoftware 3 %\nallowed 25 %"]
     (above,) = [line for line in panel.lines if line.get_markerfacecolor() == "white"]
     assert above.get_xdata().tolist() == [5e7]
-    assert "open markers above its bound" in figure.get_supxlabel()
+    assert "(open markers: more)" in figure.get_supxlabel()
     assert all(np.isnan(one.bound).all() for one in sweep.read_curves(join_rates(
         rows_at("50Mbit", "unlimited", software_share=0.0))[0]))
 
