@@ -93,8 +93,7 @@ class Run(Measurements):
 
     @property
     def software_bound(self) -> float:
-        """The share of a step that software may take in an emulated cluster; 0 if none was given.
-        """
+        """The share of a step that software may take in an emulated cluster; 0 if not given."""
         return float(self.configuration.get("software_share", 0))
 
     @property

@@ -238,8 +238,8 @@ def test_a_clean_environment_has_no_trace_of_a_launcher(monkeypatch):
     assert env["MORE"] == "1"
 
 
-# Replacements of a name of the project by `setattr` of monkeypatch, which other tests name
-# `patch`: they may only get fewer; the goal is 60.
+# Replacements of a name of the project by a MonkeyPatch, under any name of it: they may only get
+# fewer; the goal is 60.
 REPLACED = 104
 # Kernels have one place where all are launched, also on a GPU, whose functions are kept.
 PRIVATE = ["_launch", "_launch"]
