@@ -93,7 +93,8 @@ def list_standings(work: Work, queue: slurm.Queue) -> list[str]:
             state, reason = standings.DONE, ""
             if waiting or own != "done":
                 state, reason = standings.describe_job(work, name, job, queue)
-            if state == standings.WAITING:
+            if state == standings.WAITING or any(
+                    queue.jobs[one].name in standings.QUEUEING for one in waiting):
                 warn_of_source(work, kind, name)
             if state == standings.FAILED and own.startswith("stopped near"):
                 state = standings.STOPPED

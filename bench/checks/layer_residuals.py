@@ -46,6 +46,6 @@ def check_step(model: Any, x: Any, dy: Any, seed: int) -> list[Check]:
         _, saved = model.forward(x)
         model.backward(dy, saved)
     worst = max_over_ranks(np.array(list(found.errors.values())), model.grid.comm)
-    limits = tolerances.layer_by_layer(model.sizes.layers, found.rounding)
+    limits = tolerances.layer_by_layer(found.rounding, model.sizes.layers)
     return [Check(RESIDUAL + name, float(error), limits[RESIDUAL + name])
             for name, error in zip(found.errors, worst)]

@@ -35,13 +35,20 @@ def beside_serial(rounding: str, layers: int) -> tuple[float, float]:
     ----------
     rounding : str
         Precision of the numbers: the dtype, or "tf32" where products of float32 round to it.
+    layers : int
+        The number of the model's layers, through which roundings add up.
+
+    Raises
+    ------
+    KeyError
+        For an unknown precision.
     """
     if rounding in SERIAL:
         return SERIAL[rounding]
     return (ROUNDINGS * EPS[rounding] * math.sqrt(layers),) * 2
 
 
-def layer_by_layer(layers: int, rounding: str) -> dict[str, float]:
+def layer_by_layer(rounding: str, layers: int) -> dict[str, float]:
     """Return the errors that pass, by the names of the checks of a step of a Transformer.
 
     Parameters
@@ -49,6 +56,8 @@ def layer_by_layer(layers: int, rounding: str) -> dict[str, float]:
     rounding : str
         Precision of the products: the model's dtype, or "tf32".  Tolerances of an unknown one
         are NaN, which no error passes.
+    layers : int
+        The number of the model's layers, each of which has checks of its own.
     """
     eps = EPS.get(rounding, math.nan)
     row = ROW * (EPS["float32"] if rounding == "tf32" else eps)

@@ -103,7 +103,11 @@ def replicas(arguments: argparse.Namespace) -> dict[str, int | str | None]:
 
 def pipeline_model(arguments: argparse.Namespace, scheme: str, grids: tuple[GridShape, ...],
                    stack: Stack, **more) -> PipelineModel:
-    """Return the pipeline that the options ask for; ValueError for an unknown schedule."""
+    """Return the pipeline that the options ask for.
+
+    Raises ValueError for an unknown schedule, and where layers, sequences or replicas cannot be
+    divided so.
+    """
     model = PipelineModel(build_schedule(arguments), scheme, grids, stack,
                           **replicas(arguments), **more)
     model.parts    # raises where layers or sequences cannot be divided

@@ -93,7 +93,7 @@ def check_residuals(run: Run, own: list[Check]) -> Iterator[str]:
                f"{how}")
     if not own:
         return
-    limits = tolerances.layer_by_layer(chosen["layers"], recorded_variant(chosen).rounding)
+    limits = tolerances.layer_by_layer(recorded_variant(chosen).rounding, chosen["layers"])
     if {check.quantity for check in own} != limits.keys():
         yield (f"verification: {len(own)} residuals, but {chosen['layers']} layers have "
                f"{len(limits)}")

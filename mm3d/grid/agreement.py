@@ -16,7 +16,7 @@ from typing import Any, Iterator, Mapping, Sequence
 import numpy as np
 from mpi4py import MPI
 
-from mm3d.transport.communicators import DryCommunicator
+from mm3d.transport.communicators import DryCommunicator, Freed
 
 Facts = Mapping[str, str]    # values as texts, by name
 REFUSED = "refused"
@@ -81,6 +81,12 @@ def compare(comm: MPI.Intracomm | DryCommunicator, call: str, given: Mapping[str
     if found[0] != -found[1]:
         raise ValueError(format_difference(comm.allgather(dict(facts))))
     return float(found[2])
+
+
+def refuse_freed(comm: Any) -> None:
+    """Raise RuntimeError when `comm` was freed."""
+    if isinstance(comm, Freed):
+        comm.refuse()
 
 
 def variables() -> dict[str, str]:

@@ -80,9 +80,11 @@ class GridAxes:
             axis.traffic.clear()
 
     def free(self) -> None:
-        """Free the communicators of the axes, which cannot be used afterwards.
+        """Free the communicators of the axes.
 
-        Every rank must call it: MPI libraries have a few thousand communicators at most.
+        Every rank must call it: MPI libraries have a few thousand communicators at most.  It may
+        be repeated.  Directions cannot be used afterwards: to look one up, or to communicate along
+        it, raises RuntimeError.
         """
         for axis in self.axes.values():
             axis.transport.free()

@@ -11,6 +11,7 @@ import numpy as np
 
 from mm3d.arrays.backend import Array, host_dtype, namespace
 from mm3d.arrays.host_arrays import check_real
+from mm3d.grid.agreement import refuse_freed
 from mm3d.grid.axis import Shown
 from mm3d.grid.grid import Grid
 from mm3d.grid.layout import Layout
@@ -300,9 +301,14 @@ def round_into(a: Array, out: Array) -> Array:
 
 
 def comm_of(model: Any, call: str) -> Any:
-    """Return the communicator of a model; TypeError, naming the call, when it is no model."""
+    """Return the communicator of a model.
+
+    Raises TypeError, naming the call, for what is no model; RuntimeError for one that was freed.
+    """
     try:
-        return model.comm
+        comm = model.comm
     except AttributeError:
         raise TypeError(f"{call}: {type(model).__name__} is no model, as mm3d.GPT(...) is"
                         ) from None
+    refuse_freed(comm)
+    return comm

@@ -289,7 +289,8 @@ class GPT(PlainNumbers, Staged):
     def free(self) -> None:
         """Free the communicators of the model, and a mesh that it made; every rank must call it.
 
-        MPI has a few thousand communicators at most, and nothing but this gives them back.
+        MPI has a few thousand communicators at most, and nothing but this gives them back.  It may
+        be repeated.  Any later call that all ranks must make raises RuntimeError.
         """
         self.pipeline.free()
         if self._tie is not None:

@@ -148,7 +148,8 @@ class Mesh(Shown):
     def free(self) -> None:
         """Free the communicators of the mesh and of its grids; every rank must call it.
 
-        Models on the mesh have communicators of their own, and are freed before.
+        Models on the mesh have communicators of their own, and are freed before.  It may be
+        repeated.  Any later use of the mesh or of a model on it by all ranks raises RuntimeError.
         """
         for grid in (self.context_grid, self.data_grid, self.scheme.grid):
             if grid is not None:

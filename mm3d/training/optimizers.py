@@ -125,8 +125,9 @@ class Optimizer(PlainNumbers, ABC):
             On every rank alike, when gradients to be clipped, or their norm, are infinite or NaN,
             without `loss_scaling`, or with its smallest factor; no parameter has changed then.
         RuntimeError
-            While a CUDA graph is recorded: it would repeat the numbers of this one step.
+            When the model was freed; while a CUDA graph is recorded: it would repeat its numbers.
         """
+        comm_of(self.model, f"{type(self).__name__}.step")
         for t in self.model.trained[:1]:
             if backend_of(t.master).recording:
                 raise RuntimeError("a CUDA graph would repeat the learning rate and the count of "

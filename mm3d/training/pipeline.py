@@ -12,7 +12,7 @@ from mm3d.arrays.backend import Array
 from mm3d.arrays.plain_numbers import check_types, check_whole
 from mm3d.config import Division, refuse_of_mesh
 from mm3d.grid.activations import Context
-from mm3d.grid.agreement import checksums, same_arguments
+from mm3d.grid.agreement import checksums, refuse_freed, same_arguments
 from mm3d.grid.axis import Traffic, TrafficCounts
 from mm3d.grid.grid import GridAxes
 from mm3d.model.initial_values import InitialValues, varied_values
@@ -29,6 +29,7 @@ from mm3d.training.mesh import Mesh, check_mesh
 from mm3d.training.schedules import Schedule, build
 from mm3d.training.schedules.schedule import Action
 from mm3d.training.worker import Worker
+from mm3d.transport.communicators import Freed
 
 
 class Staged(Trained):
@@ -40,8 +41,9 @@ class Staged(Trained):
 
     @property
     def comm(self) -> Any:
-        """Return all ranks of the mesh."""
-        return self.mesh.comm
+        """Return all ranks of the mesh; once the model is freed, what refuses every use."""
+        own = self.hops.messages.comm
+        return own if isinstance(own, Freed) else self.mesh.comm
 
     @property
     def grids(self) -> list[GridAxes]:
@@ -71,11 +73,11 @@ class Staged(Trained):
     def _gather(self, call: str, of: Callable[[Parameter], Any],
                 loaded: Mapping[str, np.ndarray] = MappingProxyType({})) -> dict[str, Any]:
         """Return `of(parameter)` of all stages on every rank, which compare what is `loaded`."""
-        with same_arguments(self.mesh.comm, call) as given:
+        with same_arguments(self.comm, call) as given:
             given |= checksums(loaded)
         own = {p.name: of(p) for p in self.trained}
         own = own if self.mesh.replica == self.mesh.place == 0 else {}
-        found = {name: a for every in reversed(self.mesh.comm.allgather(own))
+        found = {name: a for every in reversed(self.comm.allgather(own))
                  for name, a in every.items()}
         return {name: found[name] for name in sorted(found, key=_place_in_model)}
 
@@ -242,6 +244,7 @@ class Pipeline(Staged):
         input_gradient : callable
             Takes a micro-batch, and this rank's block of the gradient of its input.
         """
+        refuse_freed(self.comm)
         with (self.data.summed(self.schedule.microbatches) if self.data else nullcontext()):
             self.worker.step(inputs, output_gradient, input_gradient)
         if self.dropout_step is not None:
@@ -261,6 +264,7 @@ class Pipeline(Staged):
             Takes a micro-batch, and this rank's block of its output; called in the stage with the
             last layer.
         """
+        refuse_freed(self.comm)
         for chunk in self.chunks:
             chunk.mask_key.place = None
         self.worker.forward(inputs, output)
@@ -279,7 +283,10 @@ class Pipeline(Staged):
         return place
 
     def free(self) -> None:
-        """Free the communicators of messages and experts; every rank must call it."""
+        """Free the communicators of messages and experts; every rank must call it.
+
+        It may be repeated.  Any later call that all ranks must make raises RuntimeError.
+        """
         self.hops.messages.free()
         own = (self.mesh.data_grid, self.mesh.context_grid)
         for grid in [one for one in self.data_grids if one not in own]:

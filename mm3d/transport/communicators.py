@@ -22,7 +22,7 @@ def create(make: Callable[..., MPI.Intracomm], *arguments: Any) -> MPI.Intracomm
 
 
 class Freed:
-    """Stand in for what `free` has freed: to free it again does nothing, and no other use works.
+    """Stand in for a freed communicator, and refuse every use but to free it again.
 
     The RuntimeError of any other use names `what` was freed.
     """
@@ -35,8 +35,14 @@ class Freed:
 
     Free = free
 
-    def __getattr__(self, name: str) -> NoReturn:
+    def refuse(self) -> NoReturn:
+        """Raise RuntimeError."""
         raise RuntimeError(f"{self._what} was freed: a new grid, mesh or model would do")
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("_"):    # what Python asks for, such as `copy`, also before __init__
+            raise AttributeError(name)
+        self.refuse()
 
 
 class DryCommunicator:

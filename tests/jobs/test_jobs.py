@@ -470,9 +470,11 @@ def test_how_pipelines_and_trainings_stand(tmp_path, commands, capsys):
     warning = f"warning: submitted from commit fedcba987654, the next job would run from {now}: "
     assert main(["train", *given, "--ranks", "8", "--name", "whale", "--", "--steps", "5"]) == 0
     assert warning + "training whale\n" in capsys.readouterr().err
-    commands.answer("squeue", "echo '9|PENDING|Priority'")
-    assert main(["status", *given, "--ranks", "8"]) == 0
-    assert capsys.readouterr().err == warning + "training whale\n"
+    for queue in ("echo '9|PENDING|Priority'",
+                  "echo '8|RUNNING|None'; echo '9|PENDING|Dependency'"):
+        commands.answer("squeue", queue)
+        assert main(["status", *given, "--ranks", "8"]) == 0
+        assert capsys.readouterr().err == warning + "training whale\n"
     books.write_text(books.read_text().replace("fedcba987654", now))
     (folder / "logs" / "mm3d-flow-7.out").write_text("ok  nodes 2\n 1f1b  8 \n\n")
     assert status(_7="RUNNING", _9="PENDING") == [

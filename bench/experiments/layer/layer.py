@@ -77,8 +77,7 @@ class MeasuredLayer:
         return y, self.model.backward(self.dy, saved)
 
     def count(self) -> list[float]:
-        """Return this rank's collective calls and words in a step, and bytes saved for backward.
-        """
+        """Return this rank's collective calls and words of a step, and the bytes that it saves."""
         self.scheme.grid.reset_traffic()
         _, saved = self.model.forward(self.x)
         held = self.model.saved_bytes(saved)

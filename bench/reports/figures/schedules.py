@@ -26,8 +26,7 @@ def picture(path: str | os.PathLike, timelines: Mapping[str, Timeline],
 
 
 def draw_timelines(timelines: Mapping[str, Timeline], unit: str | None = None, row: str = "rank"):
-    """Draw when each action runs, a panel a schedule, all with the same axis of time in a `unit`.
-    """
+    """Draw when each action runs, a panel a schedule, all with the same axis of time in `unit`."""
     end = max(float(max(ends[-1] for ends in one.ends)) for one in timelines.values())
     height = sum(0.8 + 0.28 * one.schedule.ranks for one in timelines.values())
     figure, panels = style.make_figure(len(timelines), 1, (WIDTH, height), "")

@@ -30,7 +30,7 @@ class SearchRules(NamedTuple):
     overrun: Fraction    # the share of its own time by which a W may delay what arrives next
     # The same, where the gap would make the rank the one that has waited longest.
     level: Fraction
-    # Whether W, sooner than a ready B, frees memory for F.
+    # Whether W, and not a backward that is ready too, frees memory for a forward.
     weights_first: bool
 
 

@@ -46,7 +46,7 @@ def test_a_right_step_passes_on_every_grid(comm, dtype, causal):
             checks = checked(model_of(comm, scheme, grid, dtype, causal, layers=2, heads=8))
             assert all(check.passed for check in checks)
             assert all(c.error >= 0 for c in checks)
-            assert {c.quantity for c in checks} == layer_by_layer(2, dtype).keys()
+            assert {c.quantity for c in checks} == layer_by_layer(dtype, 2).keys()
             assert any(c.error > 0 for c in checks)
             assert comm.allgather(checks) == [checks] * comm.size
 
@@ -223,7 +223,7 @@ def test_the_rules_allow_tf32_its_eps_where_products_are():
             environment=dict(tuning_variables="MM3D_TF32=1"))
         checks = [Check(name, 0.0, limit) for name, limit in limits.items()]
         return [*rules.check_residuals(run, checks)]
-    plain, few = (layer_by_layer(1, rounding) for rounding in ("float32", "tf32"))
+    plain, few = (layer_by_layer(rounding, 1) for rounding in ("float32", "tf32"))
     wider = {name for name in plain if few[name] > plain[name]}
     assert len(wider) == 4 * 3 + 6 and all("mlp.up" in n or "attention." in n or "mlp.down" in n
                                            for n in wider)
@@ -245,7 +245,7 @@ def test_the_paper_preset_checks_the_model_that_it_measures(tmp_path, capsys):
     assert done.returncode == 0, done.stdout + done.stderr
     run = only_record(tmp_path)
     serial, own = split_checks(run.checks)
-    assert len(serial) == 2 + 12 * 2 and len(own) == len(layer_by_layer(3, "float32"))
+    assert len(serial) == 2 + 12 * 2 and len(own) == len(layer_by_layer("float32", 3))
     assert run.configuration["verified_by"] == "residuals"
     assert not run.configuration["verified_measured_model"]
     # A lax or a missing residual is no verification.

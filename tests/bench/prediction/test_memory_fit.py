@@ -109,7 +109,7 @@ def test_residuals_are_of_the_model_that_recomputes(comm):
         before = model.layers.layers
         checks = layer_residuals.check_step(model, model.random("x"), model.random("dy"), 0)
         assert {c.quantity for c in checks} == tolerances.layer_by_layer(
-            3, "float32").keys(), name
+            "float32", 3).keys(), name
         assert all(check.passed for check in checks), name
         assert model.layers.layers is before
         scheme.grid.free()

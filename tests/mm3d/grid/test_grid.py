@@ -1,4 +1,5 @@
 """The process grid, its collectives and what they count, and the memory behind them."""
+import copy
 import gc
 from itertools import accumulate, cycle, product
 
@@ -182,18 +183,25 @@ def test_what_was_freed_says_so_and_is_freed_again(comm, tmp_path):
     for ways in [{}, {"data": 2, "stages": 2}, {"data": 2, "context": 2}][:comm.size]:
         mesh = mm3d.Mesh(comm, scheme="1d", **ways)
         model, other = (mm3d.GPT(mesh, zero=int("data" in ways), **sizes) for _ in range(2))
-        if "stages" in ways:
-            other.free()
-            with all_refuse(comm, "the model was freed", RuntimeError):
-                other.step(tokens, tokens)
+        pipeline = mm3d.Pipeline(mesh, "1f1b", 1, **sizes)
+        optimizer = mm3d.AdamW(other, lr=1)
+        other.free()
+        pipeline.free()
+        for use in (lambda: other.step(tokens, tokens), lambda: other.evaluate(tokens, tokens),
+                    other.state, lambda: mm3d.save(tmp_path, other, step=0), optimizer.step,
+                    lambda: pipeline.step(None, None), lambda: pipeline.forward(None, None)):
+            with all_refuse(comm, "^the model was freed: a new grid, mesh or model", RuntimeError):
+                use()
         mesh.free()
         for use in (lambda: model.step(tokens, tokens), lambda: model.evaluate(tokens, tokens),
                     model.state, lambda: mm3d.save(tmp_path, model, step=0),
                     lambda: mm3d.AdamW(model, lr=1), lambda: mm3d.GPT(mesh, **sizes)):
             with all_refuse(comm, "^the mesh was freed: a new grid, mesh or model", RuntimeError):
                 use()
-        for one in (model, other, model, other, mesh, mesh.scheme.grid):
+        for one in (model, other, pipeline, model, other, mesh, mesh.scheme.grid):
             one.free()
+        with pytest.raises(RuntimeError, match="^the mesh was freed"):
+            copy.copy(mesh.comm).size
         assert "rank" in repr(mesh)
         assert not mesh.scheme.grid.traffic() and not hasattr(mesh.scheme.grid, "other")
     scheme = mm3d.scheme("3d", comm, grid=(1, 1, comm.size))
