@@ -154,7 +154,10 @@ def test_under_another_name_a_scheme_has_the_same_grids_and_plans(renamed, ranks
 @pytest.mark.parametrize("compares", [False, True])
 @pytest.mark.parametrize("renamed", ["3d"], indirect=True)
 def test_grids_with_equal_layouts_are_counted_together_if_the_scheme_can(renamed, compares):
-    """Plans are those of each grid alone, to the last digit, also of closed forms that compare."""
+    """Plans are those of each grid alone, to the last digit, also of closed forms that compare.
+
+    Grids of other numbers of ranks are among them.
+    """
     asked = []
 
     class Counted(find_scheme("3d")):
@@ -164,10 +167,10 @@ def test_grids_with_equal_layouts_are_counted_together_if_the_scheme_can(renamed
         def product_moves(cls, sizes, product, **options):
             asked.append(compares and max(sizes["x"], sizes["y"]))
             return super().product_moves(sizes, product, **options)
-    every = [("renamed", grid) for grid in Counted.grids(720)]
+    every = [("renamed", grid) for ranks in (720, 36) for grid in Counted.grids(ranks)]
     together, calls = screen_grids(every, LONGHORN, Stack(**WEAK)), len(asked)
     assert together == [screen_grid(*one, LONGHORN, Stack(**WEAK)) for one in every]
-    assert len(every) == 270 and (calls > 270) == compares
+    assert len(every) == 270 + 36 and (calls > len(every)) == compares
 
 
 @pytest.mark.parametrize("renamed", ["3d"], indirect=True)
