@@ -87,15 +87,26 @@ def test_each_reason_to_leave_out_a_command_has_one():
     assert all(any(line.startswith(begin) for line in executed()) for begin in STATUS)
 
 
+def lay_out_results(folder: Path) -> None:
+    """Make a folder with links to all results: of its folders none is that of the clone."""
+    shutil.copytree(ROOT / "results", folder, copy_function=os.symlink,
+                    ignore=shutil.ignore_patterns("local"))
+
+
+def test_commands_of_pages_make_no_file_in_the_clone(tmp_path):
+    lay_out_results(tmp_path / "results")
+    inside = [*(tmp_path / "results").rglob("*")]
+    assert (tmp_path / "results/experts/experts.txt").exists()
+    assert any(map(Path.is_dir, inside)) and [
+        path for path in inside if path.is_dir() and path.is_symlink()] == []
+
+
 @pytest.mark.slow
 @pytest.mark.limit(400)
 @pytest.mark.parametrize("line", executed())
 def test_cheap_commands_end_as_told(line, tmp_path):
     """In a folder with all results; what a reader would have measured are three runs of a row."""
-    for folder in (ROOT / "results").iterdir():
-        if folder.name != "local":
-            (tmp_path / "results").mkdir(exist_ok=True)
-            (tmp_path / "results" / folder.name).symlink_to(folder)
+    lay_out_results(tmp_path / "results")
     runs = sorted((ROOT / "results/paper-emulated").glob("strong-3d-p064-*.h5"))
     for name in ("a", "b", "before", "after", "local/mine"):
         (tmp_path / "results" / name).mkdir(parents=True)
