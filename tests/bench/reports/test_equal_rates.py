@@ -28,8 +28,8 @@ def record(own, other, torch_flops=8e9, cores=2):
     # Where they wait for half of the time, all 3 seconds go by while they multiply.
     (4e9, 2e9, 0.5, "0.75 instead of 1.50")])
 def test_the_products_take_another_time(own, other, busy, remaining):
-    note, = equal_rate_notes(record(own, other), {"PyTorch": (3.0, 2.0),
-                                                  "absent": (np.nan, 2.0)}, busy)
+    note, = equal_rate_notes(record(own, other), {"PyTorch": (3.0, 1.5),
+                                                  "absent": (np.nan, 1.5)}, busy)
     assert f"be {remaining} (PyTorch), with" in note
     assert f"multiplies at {own / 1e9:.1f} GFLOP/s" in note and "absent" not in note
 
