@@ -104,7 +104,7 @@ def run_rank(launched: float) -> None:
     """Run one rank of a job that was launched at that time; rank 0 prints its times as JSON."""
     import mm3d
     from mpi4py import MPI
-    comm, found, memory = MPI.COMM_WORLD, {}, {"mm3d": _memory()}
+    comm, found = MPI.COMM_WORLD, {}
 
     def timed(name: str, step):
         begun = time.perf_counter()
@@ -115,6 +115,7 @@ def run_rank(launched: float) -> None:
 
     comm.Barrier()
     found["all ranks run"] = time.time() - launched
+    memory = {"mm3d": _memory()}
     p = round(comm.size ** (1 / 3))
     scheme = timed("grid", lambda: mm3d.scheme("3d", comm, grid=(p, p, p)))
     memory["grid"] = _memory()

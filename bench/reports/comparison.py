@@ -76,7 +76,7 @@ def compare_sides(first: Sequence[str], second: Sequence[str],
         the limit, or that B lacks; and a message for each file that was left out.
 
     Raises UsageError when the two sides cannot be compared, or a limit is given with too few runs;
-    Raises StoreError when a file or folder cannot be read.
+    StoreError when a file or folder cannot be read.
     """
     names = " ".join(first), " ".join(second)
     (before, problems), (after, more) = read_cases(first), read_cases(second)

@@ -28,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the comparison; 1 when B fails ``--fail-on-regression`` or a file was left out.
 
     Raises UsageError when the two sides cannot be compared, or are to be judged by too few runs;
-    Raises StoreError when one of them cannot be read.
+    StoreError when one of them cannot be read.
     """
     limit = arguments.fail_on_regression
     sides = chosen(arguments)

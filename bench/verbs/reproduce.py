@@ -10,7 +10,7 @@ import shlex
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, Callable, Mapping, Sequence
+from typing import Any, Mapping, Sequence
 
 from bench.cases import combined
 from bench.cases.case import Case, make_case
@@ -21,7 +21,6 @@ from bench.cluster.spec import Cluster
 from bench.command_line import combined_rows, options, row_options
 from bench.command_line.best_preset import choose_preset
 from bench.command_line.progress import RowProgress
-from bench.document import Column, Part, Table
 from bench.errors import UsageError, as_usage_error
 from bench.experiments.rows import resume
 from bench.experiments.rows.reproduction import Stopped, measure_cases
@@ -82,6 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
         if others:
             raise UsageError(f"--paper {arguments.paper} computes tables and measures nothing: "
                              f"leave {', '.join(others)} out")
+        from bench.papers.recompute import recompute    # not needed to measure
         return recompute(arguments.paper, arguments.show)
     if launcher.local_ranks() > 1:
         raise UsageError("reproduce starts mpirun itself: run it without, as in "
@@ -171,28 +171,6 @@ def expected_time(arguments: argparse.Namespace, preset: Preset) -> str:
     return (f"{said}, about {minutes} on two cores"
             + f", as {len(every)} take {preset.minutes:g}" * (len(rows) != len(every))
             + ", and several times as long with --precise" * arguments.precise)
-
-
-def recompute(name: str, show: Callable[[list[Part]], None]) -> int:
-    """Print the numbers of a paper, published beside computed; 1 if one is not as expected."""
-    from bench.papers import paper, tables    # not needed to measure
-    if name == "list":
-        show([Table("Papers", [Column("name"), Column("title", align="<")],
-                    [[one, paper.load(one).title] for one in paper.names()])])
-        return 0
-    of_all = {"all": tables.all_papers, "findings": tables.findings}
-    names, found = (paper.names() if name in of_all else [name]), {}
-    for one in names:
-        text = paper.load(one)
-        found[one] = text, list(paper.evaluate(text))
-        if name in of_all:    # the searches of one take a minute
-            complain(f"{len(found)} of {len(names)}: {one}")
-    show(of_all[name](found) if name in of_all else tables.paper_tables(*found[name]))
-    wrong = [f"  {one}: {line}" for one, (_, columns) in found.items()
-             for line in tables.unexpected(columns)]
-    if wrong:
-        complain(f"\n{len(wrong)} numbers are not as the files expect:", *wrong)
-    return int(bool(wrong))
 
 
 def row_settings(arguments: argparse.Namespace) -> dict[str, Any]:
