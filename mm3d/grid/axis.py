@@ -21,77 +21,6 @@ from mm3d.transport.pending import Pending
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce", "all_to_all")
 
 
-@dataclass
-class Traffic:
-    """Count the traffic of one rank by one kind of collective along one direction.
-
-    Calls, messages, words and bytes are computed from the arrays' shapes, for bucket (ring)
-    algorithms, with which gathers and reductions move the fewest words possible: a gather
-    receives and a reduction sends all blocks except the rank's own, and so does an all-to-all.
-    They are the same for every transport; only `moved` is counted by the transport.
-
-    Attributes
-    ----------
-    calls : int
-        Calls of the collective.
-    messages : int
-        Blocks received or sent; in an all-to-all, blocks sent that are not empty.
-    words : int
-        Array elements received (gather, broadcast) or sent (reductions, all-to-all); an all-reduce
-        is a reduce-scatter and an all-gather.
-    bytes : int
-        `words` times the size of an element.
-    moved : float
-        Words that the transport moved on this rank by its own count, see
-        `mm3d.transport.mpi.MpiTransport.take_moved`; NaN if it does not count them.
-    """
-
-    calls: int = 0
-    messages: int = 0
-    words: int = 0
-    bytes: int = 0
-    moved: float = field(default=0, compare=False, repr=False)
-
-    def __add__(self, other: "Traffic") -> "Traffic":
-        return Traffic(*(getattr(self, one.name) + getattr(other, one.name)
-                         for one in fields(self)))
-
-
-class Shown:
-    """Show an object in notebooks as it prints."""
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{escape(str(self))}</pre>"
-
-
-class TrafficCounts(Shown, dict[tuple[str, str], Traffic]):
-    """Hold traffic by (direction, collective); printed it is a table.
-
-    >>> print(TrafficCounts({("x", "all_gather"): Traffic(calls=2, words=64)}))
-    collective     along  calls      words
-    all_gather     x          2         64
-    all                       2         64
-    """
-
-    def beside(self, closed_form: Mapping[tuple[str, str], float] | None = None) -> str:
-        """Format as a table, beside the words of the closed form, by the same keys.
-
-        See `mm3d.model.cost.step_words` for those of a step.
-        """
-        stated, whole = dict(closed_form or {}), ("", "all")
-        stated[whole] = sum(stated.values())
-        found = dict.fromkeys([*self, *stated], Traffic()) | self
-        found[whole] = sum(self.values(), Traffic())
-        rows = [("collective", "along", "calls", "words", "closed form, mean"),
-                *((kind, direction, one.calls, one.words, f"{stated.get(key, 0):.10g}")
-                  for key, one in found.items() for direction, kind in [key])]
-        return "\n".join(f"{kind:15}{along:7}{calls:>5}{words:>11}"
-                         + f"{form:>19}" * (closed_form is not None)
-                         for kind, along, calls, words, form in rows)
-
-    __str__ = beside
-
-
 class Axis:
     """Call collectives of the ranks that differ from this one along one direction.
 
@@ -154,6 +83,15 @@ class Axis:
         self._count("all_gather", a, out.size - a.size, self.size - 1)
         return out
 
+    def prefetch(self, a: Array, dim: int, counts: list[int]) -> Array | Pending:
+        """Start an `all_gather`, which `mm3d.grid.split.gather` completes; else return `a`."""
+        if self.size == 1 or not self.transport.nonblocking:
+            return a
+        self._check(counts, self._length(a, dim), gathered=True)
+        pending = self.transport.begin_all_gather(a, dim, counts)
+        self._count("all_gather", a, pending.out.size - a.size, self.size - 1)
+        return pending
+
     def reduce_scatter(self, a: Array, dim: int = 0, counts: list[int] | None = None) -> Array:
         """Sum `a` over all ranks, and return this rank's block of the sum along `dim`.
 
@@ -189,15 +127,6 @@ class Axis:
         self._count("reduce_scatter", a, a.size - pending.out.size, self.size - 1)
         return pending
 
-    def prefetch(self, a: Array, dim: int, counts: list[int]) -> Array | Pending:
-        """Start an `all_gather`, for `mm3d.grid.split.gather`; return `a` where none can go on."""
-        if self.size == 1 or not self.transport.nonblocking:
-            return a
-        self._check(counts, self._length(a, dim), gathered=True)
-        pending = self.transport.begin_all_gather(a, dim, counts)
-        self._count("all_gather", a, pending.out.size - a.size, self.size - 1)
-        return pending
-
     def all_reduce(self, a: Array) -> Array:
         """Return the sum of `a` over all ranks, on every rank (`a` itself on an axis of one)."""
         if self.size == 1:
@@ -219,6 +148,12 @@ class Axis:
             return a
         return self._rooted("broadcast", self.transport.broadcast, a, root)
 
+    def begin_broadcast(self, a: Array, root: int) -> Pending:
+        """Start a `broadcast` that may run while this rank computes."""
+        if self.size == 1:
+            return Pending(a)
+        return self._rooted("broadcast", self.transport.begin_broadcast, a, root)
+
     def reduce(self, a: Array, root: int) -> Array | None:
         """Return the sum of `a` over all ranks on the rank `root`; None on the others.
 
@@ -226,6 +161,12 @@ class Axis:
         on all ranks, as for `broadcast`.
         """
         return a if self.size == 1 else self._rooted("reduce", self.transport.reduce, a, root)
+
+    def begin_reduce(self, a: Array, root: int) -> Pending:
+        """Start a `reduce` that may run while this rank computes."""
+        if self.size == 1:
+            return Pending(a)
+        return self._rooted("reduce", self.transport.begin_reduce, a, root)
 
     def all_to_all(self, a: Array, sends: list[int], receives: list[int], dim: int = 0) -> Array:
         """Send a block of `a` to every rank, and join the blocks that they send to this one.
@@ -266,18 +207,6 @@ class Axis:
         self._count("all_to_all", a, math.prod(a.shape) // max(1, a.shape[dim]) * away, blocks)
         return out
 
-    def begin_broadcast(self, a: Array, root: int) -> Pending:
-        """Start a `broadcast` that may run while this rank computes."""
-        if self.size == 1:
-            return Pending(a)
-        return self._rooted("broadcast", self.transport.begin_broadcast, a, root)
-
-    def begin_reduce(self, a: Array, root: int) -> Pending:
-        """Start a `reduce` that may run while this rank computes."""
-        if self.size == 1:
-            return Pending(a)
-        return self._rooted("reduce", self.transport.begin_reduce, a, root)
-
     def _length(self, a: Array, dim: int | None = None) -> int:
         """Return the length of an array along `dim`, by default the number of its elements.
 
@@ -291,8 +220,7 @@ class Axis:
                              f"an array, and one of its dimensions, would do") from None
 
     def _check(self, counts: list[int], length: int, gathered: bool = False) -> None:
-        """Raise ValueError unless `length` is that of all blocks, or of this rank's if `gathered`.
-        """
+        """Raise ValueError unless all blocks are so long, or this rank's if it is `gathered`."""
         if len(counts) != self.size or length != (
                 counts[self.rank] if gathered else total_length(counts)):
             raise ValueError(f"an array {length} long does not fit blocks of {counts[:8]} on rank "
@@ -317,3 +245,74 @@ class Axis:
         traffic.words += words
         traffic.bytes += words * (getattr(a.dtype, "itemsize", 0) or host_dtype(a).itemsize)
         traffic.moved += self.transport.take_moved()
+
+
+@dataclass
+class Traffic:
+    """Count the traffic of one rank by one kind of collective along one direction.
+
+    Calls, messages, words and bytes are computed from the arrays' shapes, for bucket (ring)
+    algorithms, with which gathers and reductions move the fewest words possible: a gather
+    receives and a reduction sends all blocks except the rank's own, and so does an all-to-all.
+    They are the same for every transport; only `moved` is counted by the transport.
+
+    Attributes
+    ----------
+    calls : int
+        Calls of the collective.
+    messages : int
+        Blocks received or sent; in an all-to-all, blocks sent that are not empty.
+    words : int
+        Array elements received (gather, broadcast) or sent (reductions, all-to-all); an all-reduce
+        is a reduce-scatter and an all-gather.
+    bytes : int
+        `words` times the size of an element.
+    moved : float
+        Words that the transport moved on this rank by its own count, see
+        `mm3d.transport.mpi.MpiTransport.take_moved`; NaN if it does not count them.
+    """
+
+    calls: int = 0
+    messages: int = 0
+    words: int = 0
+    bytes: int = 0
+    moved: float = field(default=0, compare=False, repr=False)
+
+    def __add__(self, other: "Traffic") -> "Traffic":
+        return Traffic(*(getattr(self, one.name) + getattr(other, one.name)
+                         for one in fields(self)))
+
+
+class Shown:
+    """Show an object in notebooks as it prints."""
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(str(self))}</pre>"
+
+
+class TrafficCounts(Shown, dict[tuple[str, str], Traffic]):
+    """Hold traffic by (direction, collective); printed it is a table.
+
+    >>> print(TrafficCounts({("x", "all_gather"): Traffic(calls=2, words=64)}))
+    collective     along  calls      words
+    all_gather     x          2         64
+    all                       2         64
+    """
+
+    def beside(self, closed_form: Mapping[tuple[str, str], float] | None = None) -> str:
+        """Format as a table, beside the words of the closed form, by the same keys.
+
+        See `mm3d.model.cost.step_words` for those of a step.
+        """
+        stated, whole = dict(closed_form or {}), ("", "all")
+        stated[whole] = sum(stated.values())
+        found = dict.fromkeys([*self, *stated], Traffic()) | self
+        found[whole] = sum(self.values(), Traffic())
+        rows = [("collective", "along", "calls", "words", "closed form, mean"),
+                *((kind, along, one.calls, one.words, f"{stated.get((along, kind), 0):.10g}")
+                  for (along, kind), one in found.items())]
+        return "\n".join(f"{kind:15}{along:7}{calls:>5}{words:>11}"
+                         + f"{form:>19}" * (closed_form is not None)
+                         for kind, along, calls, words, form in rows)
+
+    __str__ = beside

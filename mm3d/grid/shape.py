@@ -136,8 +136,8 @@ class GridShape(Mapping[str, int]):
 
     def stride(self, direction: str) -> int:
         """Return the difference between the ranks of two neighbours along a direction."""
-        after = {name: place for place, name in enumerate(self.directions, 1)}[direction]
-        return math.prod(self.sizes[after:])
+        places = {name: place for place, name in enumerate(self.directions)}
+        return math.prod(self.sizes[places[direction] + 1:])
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Return the coordinate along each direction of the rank numbered `rank`.
@@ -179,11 +179,11 @@ class GridShape(Mapping[str, int]):
 
 
 class GridShapes(GridShape):
-    """Hold many shapes of as many ranks, so that closed forms count for all of them at once.
+    """Hold many shapes of as many ranks, so that closed forms count words for all at once.
 
-    The size of a direction is an array of Python's whole numbers, one for each shape.  What
-    depends on the sizes in another way than by arithmetic should be the same for all shapes, and
-    is asked of one of them, `example`: layouts of a scheme, and which directions have one rank.
+    The size of a direction is an array of Python's whole numbers, one for each shape.  What does
+    not follow from sizes by arithmetic should be the same for all shapes, and is asked of one of
+    them, `example`: layouts of a scheme, and which directions have one rank.
 
     Parameters
     ----------
