@@ -109,8 +109,7 @@ class Layout:
 
     def local_shape(self, grid: GridShape | Grid, shape: tuple[int, ...],
                     coords: Mapping[str, int] | None = None) -> tuple[int, ...]:
-        """Return the shape of the block that a rank stores; parameters and errors as in `slices`.
-        """
+        """Return the shape of a rank's block; parameters and errors as in `slices`."""
         return tuple(s.stop - s.start for s in self.slices(grid, shape, coords))
 
     def shard(self, a: np.ndarray, grid: Grid) -> Array:
