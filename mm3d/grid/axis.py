@@ -34,6 +34,9 @@ class Axis:
         The array library.
     transport : MpiTransport
         Moves the bytes; see `mm3d.transport.choice.create_transports`.
+
+    `size` is the number of these ranks, `rank` the coordinate of this one, and `traffic` has a
+    `Traffic` for each kind of collective that was called.
     """
 
     def __init__(self, name: str, comm: MPI.Intracomm, backend: Backend,

@@ -128,7 +128,7 @@ class LayerNorm:
 
     def forward(self, x: Array, within: Pass | None = None) -> tuple[Array, Any]:
         """Compute the normalized rows times gamma, plus beta."""
-        xhat = self.space.grid.backend.empty(x.shape, x.dtype)    # it is never gathered, as y is
+        xhat = self.space.grid.backend.empty(x.shape, x.dtype)    # never gathered, unlike y
         xhat, rstd = self.normalize[0](x, self.hidden, self.eps, self.space.sum_features, xhat)
         y = self.empty(x.dtype)
         gamma, *beta = ((within or ALONE).vector_of(one) for one in self.parameters)

@@ -65,7 +65,8 @@ def largest_block(extent: int, parts: int, unit: int = 1) -> int:
 def factorizations(ranks: int, count: int) -> Iterator[tuple[int, ...]]:
     """Iterate over all tuples of `count` sizes whose product is `ranks`, in ascending order."""
     if count < 2:
-        yield from [(ranks,)] if count else [()] * (ranks == 1)
+        if count or ranks == 1:
+            yield (ranks,) * count
         return
     divisors = [d for d in range(1, math.isqrt(ranks) + 1) if ranks % d == 0]
     for first in sorted({*divisors, *(ranks // d for d in divisors)}):
