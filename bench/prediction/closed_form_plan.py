@@ -18,7 +18,7 @@ from bench.prediction.layer_blocks import (ADDED, BlockSizes, LayerKind, element
                                            gradient_words)
 from bench.prediction.seconds import achieved_seconds, collective_terms, gemm_seconds
 from mm3d import ModelSizes
-from mm3d.grid.shape import GridShape, GridShapes
+from mm3d.grid.shape import GridShape
 from mm3d.model import cost
 from mm3d.model.attention.costs import context_moves
 from mm3d.model.experts.options import ExpertOptions
@@ -106,6 +106,32 @@ def screen_grids(candidates: Iterable[tuple[str, GridShape]], machine: machine_m
     for (name, *_), grids in groups.items():
         found.update(zip(grids, screen(name, [*grids.values()])))
     return [found[place] for place in sorted(found)]
+
+
+class GridShapes(GridShape):
+    """Hold shapes of one scheme and number of ranks, so that closed forms count for all at once.
+
+    The size of a direction is an array of Python's whole numbers, one for each shape.  What does
+    not follow from sizes by arithmetic should be the same for all shapes, and is asked of one of
+    them, `example`: layouts of a scheme, and which directions have one rank.
+    """
+
+    def __init__(self, shapes: Sequence[GridShape]) -> None:
+        sizes = tuple(np.array(column, object) for column in zip(*(one.sizes for one in shapes)))
+        vars(self).update(directions=shapes[0].directions, sizes=sizes, one=shapes[0],
+                          _sizes=dict(zip(shapes[0].directions, sizes)))
+
+    __eq__, __hash__ = object.__eq__, object.__hash__
+
+    @property
+    def example(self) -> GridShape:
+        """Return the first of the shapes."""
+        return self.one
+
+    @property
+    def ranks(self) -> int:
+        """Return the number of ranks of each."""
+        return self.one.ranks
 
 
 def _screen(machine: machine_model.Machine, stack: Stack, price: Price,

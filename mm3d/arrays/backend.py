@@ -5,8 +5,8 @@ functions of the arrays' own namespace (`namespace`), so that no algorithm names
 library is chosen once, when a grid is made (``--backend`` of the benchmarks, ``MM3D_BACKEND``),
 never in the middle of a computation.
 
-The files of the libraries, such as ``numpy_backend.py``, have a `pool`, which lends memory to
-arrays, and faster `kernels` of model functions.  Neither changes what is computed.
+Each library has a file, such as ``numpy_backend.py``, with a `pool` that lends memory to arrays,
+and faster `kernels` of model functions.  Neither changes what is computed.
 """
 
 import os
@@ -18,67 +18,32 @@ from typing import Any, Callable, Iterable
 
 import numpy as np
 
-# A product during which a collective goes on has at most MAX_PANELS panels of multiples of
-# PANEL_ROWS rows: BLAS rounds differently in a last block of fewer than 12 or 24 rows.
-MAX_PANELS, PANEL_ROWS = 8, 96
-_has_16_bits = cache(lambda dtype: str(dtype) in ("float16", "bfloat16"))    # names are slow
-DTYPES = ("float64", "float32", "float16")    # of models, that every library has
-
 Array = Any    # an array of the library that the backend wraps
 Progress = Callable[[], None] | None    # lets collectives make progress during a product
+DTYPES = ("float64", "float32", "float16")    # of models, that every library has
+# While collectives are in flight, a product is computed in at most MAX_PANELS panels of rows.
+# They have a multiple of PANEL_ROWS: BLAS rounds differently in blocks of fewer than 12 or 24.
+MAX_PANELS, PANEL_ROWS = 8, 96
 
 
 class Backend:
     """Provide NumPy's arrays in host memory; backends of other libraries override what differs."""
 
     name = "numpy"    # the value of ``--backend``
-    owns_types = True    # whether all arrays of a type are its own, if one of them is
-    has_contents = True    # whether elements of arrays have values; in dry runs they have none
     xp: ModuleType = np    # the array library
     pool: Any    # lends the memory of the arrays, and counts it
-    block = 32768    # elements of elementwise work at a time, as many as stay in cache, or all
-    host_buffers = True    # whether MPI may read and write the arrays in place
-    has_device = False    # whether the arrays are in a device's memory; a node may have several
-    # Whether a step runs to become a `graph`, which would repeat what the host gives it now.
-    recording = False
     # The library's own versions of functions of `mm3d.model.functional`, under the same names, for
     # arrays of the types in its `dtypes`; other arrays use the readable functions.
     kernels: Any = None
-    nccl: Any = None    # CuPy's binding of NCCL, where arrays are on a device and it is installed
+    block = 32768    # elements of elementwise work at a time, as many as stay in cache, or all
     # Called between blocks of elementwise work, so that collectives in flight make progress.
     between_blocks: Progress = None
-
-    @property
-    def more_dtypes(self) -> tuple[Any, ...]:
-        """Floating-point types beside float16, float32 and float64, which every library has.
-
-        That is bfloat16 if the package ml_dtypes is installed, which NumPy and CuPy take it from.
-        """
-        try:
-            import ml_dtypes
-        except ImportError:
-            return ()
-        return (np.dtype(ml_dtypes.bfloat16),)
-
-    def choose_device(self, number: int, counted: float) -> None:
-        """Use the device of the rank that has this number on its node, if there are devices.
-
-        Parameters
-        ----------
-        number : int
-            Number of the rank on its node, among the ranks of one communicator.
-        counted : float
-            Its size, infinite for the world; a number among fewer ranks than before is ignored.
-
-        Raises
-        ------
-        ValueError
-            When there are arrays on another device.
-        """
-
-    def alike(self, count: int) -> Iterable[int]:
-        """Return the numbers of `count` equal pieces of work; a dry run does only two of them."""
-        return range(count)
+    has_contents = True    # whether elements of arrays have values; in dry runs they have none
+    owns_types = True    # whether it owns all arrays of a type, if it owns one
+    host_buffers = True    # whether MPI may read and write the arrays in place
+    has_device = False    # whether the arrays are in a device's memory; a node may have several
+    nccl: Any = None    # CuPy's binding of NCCL, where arrays are on a device and it is installed
+    recording = False    # whether a step is being recorded, see `graph`
 
     def owns(self, a: Array) -> bool:
         """Return whether `a` is an array of this library, with all of its rules."""
@@ -109,31 +74,6 @@ class Backend:
         """Return `a` as a NumPy array; arrays reach the host in no other way."""
         return np.asarray(a)
 
-    def host_copy(self, a: Array) -> np.ndarray:
-        """Copy `a` to host memory, with elements of a type that MPI moves (see `mpi_buffer`)."""
-        return np.ascontiguousarray(self.to_host(a))
-
-    def host_buffer(self, a: Array) -> np.ndarray:
-        """Allocate host memory of the shape of `a`, in which MPI receives its elements."""
-        return np.empty(tuple(a.shape), host_dtype(a))
-
-    def copy_from_host(self, host: np.ndarray, a: Array) -> None:
-        """Copy `host`, from `host_copy` or `host_buffer`, into `a`."""
-        a[...] = self.asarray(host)
-
-    def mpi_buffer(self, a: Array) -> Array:
-        """View `a` as a type that MPI can move."""
-        narrow = a.dtype.itemsize == 2 and a.dtype.name == "bfloat16"    # a name takes time
-        return a.view(np.uint16) if narrow else a
-
-    def device_location(self) -> tuple[str, str] | None:
-        """Return the node and the device of the arrays; None without a device."""
-        return None
-
-    def describe_device(self) -> dict[str, str | int]:
-        """Return the properties of the device for the record of a run; {} without a device."""
-        return {}
-
     def is_contiguous(self, a: Array) -> bool:
         """Return whether the elements of `a` lie in C order without gaps."""
         return a.flags.c_contiguous
@@ -144,22 +84,6 @@ class Backend:
             gaps, a = a, self.empty(a.shape, a.dtype)
             a[...] = gaps
         return a
-
-    def add_to(self, a: Array, b: Array) -> Array:
-        """Compute a += b, of one shape; return `a`."""
-        a += b
-        return a
-
-    def take_rows(self, a: Array, rows: np.ndarray, out: Array) -> Array:
-        """Copy the rows of `a` with these numbers, integers of the host, to `out`; return it.
-
-        Both are matrices of one dtype; a number may come several times.
-        """
-        return np.take(a, rows, axis=0, out=out, mode="clip")    # others copy to a buffer first
-
-    def put_rows(self, a: Array, rows: np.ndarray, values: Array) -> None:
-        """Copy `values` to the rows of `a` with these numbers, all different."""
-        a[rows] = values
 
     def gemm(self, a: Array, b: Array, out: Array, progress: Progress = None) -> Array:
         """Multiply matrices of one dtype into `out`, and return it; 16 bits are summed in float32.
@@ -181,6 +105,96 @@ class Backend:
             np.matmul(a[start:start + step], b, out=out[start:start + step])
             progress()
         return out
+
+    def add_to(self, a: Array, b: Array) -> Array:
+        """Compute a += b, of one shape; return `a`."""
+        a += b
+        return a
+
+    def take_rows(self, a: Array, rows: np.ndarray, out: Array) -> Array:
+        """Copy the rows of `a` with these numbers, integers of the host, to `out`; return it.
+
+        Both are matrices of one dtype; a number may come several times.
+        """
+        return np.take(a, rows, axis=0, out=out, mode="clip")    # others copy to a buffer first
+
+    def put_rows(self, a: Array, rows: np.ndarray, values: Array) -> None:
+        """Copy `values` to the rows of `a` with these numbers, all different."""
+        a[rows] = values
+
+    def alike(self, count: int) -> Iterable[int]:
+        """Return the numbers of `count` equal pieces of work; a dry run does only two of them."""
+        return range(count)
+
+    @property
+    def more_dtypes(self) -> tuple[Any, ...]:
+        """Floating-point types beside float16, float32 and float64, which every library has.
+
+        That is bfloat16 if the package ml_dtypes is installed, which NumPy and CuPy take it from.
+        """
+        try:
+            import ml_dtypes
+        except ImportError:
+            return ()
+        return (np.dtype(ml_dtypes.bfloat16),)
+
+    def memory(self) -> dict[str, int]:
+        """Return the bytes of array memory: ``in_use``, ``peak`` and ``reserved``."""
+        return {name: getattr(self.pool, name) for name in ("in_use", "peak", "reserved")}
+
+    def reset_peak(self) -> None:
+        """Set the peak of `memory` to the bytes in use now."""
+        self.pool.reset_peak()
+
+    def release_idle_memory(self) -> None:
+        """Return the memory that no array uses to the system."""
+        self.pool.clear()
+
+    # What MPI sends and receives: the arrays in place, or copies in host memory.
+
+    def mpi_buffer(self, a: Array) -> Array:
+        """View `a` as a type that MPI can move."""
+        narrow = a.dtype.itemsize == 2 and a.dtype.name == "bfloat16"    # a name takes time
+        return a.view(np.uint16) if narrow else a
+
+    def host_copy(self, a: Array) -> np.ndarray:
+        """Copy `a` to host memory, with elements of a type that MPI moves (see `mpi_buffer`)."""
+        return np.ascontiguousarray(self.to_host(a))
+
+    def host_buffer(self, a: Array) -> np.ndarray:
+        """Allocate host memory of the shape of `a`, in which MPI receives its elements."""
+        return np.empty(tuple(a.shape), host_dtype(a))
+
+    def copy_from_host(self, host: np.ndarray, a: Array) -> None:
+        """Copy `host`, from `host_copy` or `host_buffer`, into `a`."""
+        a[...] = self.asarray(host)
+
+    # Devices: NumPy has none, so there is nothing to do here.
+
+    def choose_device(self, number: int, counted: float) -> None:
+        """Use the device of the rank that has this number on its node, if there are devices.
+
+        Parameters
+        ----------
+        number : int
+            Number of the rank on its node, among the ranks of one communicator.
+        counted : float
+            Size of that communicator, infinite for the world.  After a choice among more ranks,
+            one among fewer is ignored.
+
+        Raises
+        ------
+        ValueError
+            When there are arrays on another device.
+        """
+
+    def device_location(self) -> tuple[str, str] | None:
+        """Return the node and the device of the arrays; None without a device."""
+        return None
+
+    def describe_device(self) -> dict[str, str | int]:
+        """Return the properties of the device for the record of a run; {} without a device."""
+        return {}
 
     def synchronize(self) -> None:
         """Wait until the device has done all its work (nothing to wait for here)."""
@@ -208,39 +222,6 @@ class Backend:
             When the library cannot record graphs.
         """
         raise ValueError(f"backend {self.name!r} cannot record a step as a graph: choose 'cupy'")
-
-    def memory(self) -> dict[str, int]:
-        """Return the bytes of array memory: ``in_use``, ``peak`` and ``reserved``."""
-        return {name: getattr(self.pool, name) for name in ("in_use", "peak", "reserved")}
-
-    def reset_peak(self) -> None:
-        """Set the peak of `memory` to the bytes in use now."""
-        self.pool.reset_peak()
-
-    def release_idle_memory(self) -> None:
-        """Return the memory that no array uses to the system."""
-        self.pool.clear()
-
-
-def setting(variable: str, known: Iterable[str] = ("0", "1"), where: str = "") -> str:
-    """Return the value of a variable of the environment; "" where it is empty or not set.
-
-    Raises
-    ------
-    ValueError
-        When it is none of the `known` values, which are those `where` it is read.
-    """
-    given, known = os.environ.get(variable, ""), list(known)
-    *others, last = known
-    if given and given not in known:
-        raise ValueError(f"{variable}={given!r} is unknown{where}: choose "
-                         f"{', '.join(others)}{' or ' * bool(others)}{last}")
-    return given
-
-
-def device_kernels() -> type:
-    """Return the class of the kernels of a GPU, also where its library is not installed."""
-    return import_module("mm3d.arrays.cupy_kernels").GpuKernels
 
 
 _factories: dict[str, Callable[[], Backend]] = {
@@ -316,8 +297,31 @@ def accumulation_dtype(a: Array) -> Any:
     return namespace(a).float32 if _has_16_bits(a.dtype) else a.dtype
 
 
+@cache
+def _has_16_bits(dtype: Any) -> bool:
+    return str(dtype) in ("float16", "bfloat16")    # to make the name takes time: cached
+
+
 def host_dtype(a: Array) -> np.dtype:
     """Return the NumPy dtype of the elements of `a`, without reading them."""
     if isinstance(a.dtype, np.dtype):
         return a.dtype
     return np.dtype(str(a.dtype).rpartition(".")[2])    # a library may call it "library.float32"
+
+
+def setting(variable: str, known: Iterable[str] = ("0", "1"), where: str = "") -> str:
+    """Return the value of a variable of the environment; "" where it is empty or not set.
+
+    Raises ValueError when it is none of the `known` values; the message has `where` they hold.
+    """
+    given, known = os.environ.get(variable, ""), list(known)
+    *others, last = known
+    if given and given not in known:
+        raise ValueError(f"{variable}={given!r} is unknown{where}: choose "
+                         f"{', '.join(others)}{' or ' * bool(others)}{last}")
+    return given
+
+
+def device_kernels() -> type:
+    """Return the class of the kernels of a GPU, also where its library is not installed."""
+    return import_module("mm3d.arrays.cupy_kernels").GpuKernels

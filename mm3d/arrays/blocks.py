@@ -17,39 +17,11 @@ def block_lengths(extent: int, parts: int, unit: int = 1) -> Sequence[int]:
 
 
 def block_bounds(extent: int, parts: int, part: int, unit: int = 1) -> tuple[int, int]:
-    """Return start and length of block number `part`, or of each block of an array of numbers."""
+    """Return start and length of the block numbered `part`; of an array of numbers, arrays."""
     share, more = divmod(extent if unit == 1 else _whole_units(extent, unit), parts)
     longer = part < more
-    return (share * part + more + longer * (part - more)) * unit, (share + longer) * unit
-
-
-def _whole_units(extent: int, unit: int) -> int:
-    """Return how many units a length has; ValueError where it is no multiple of the unit."""
-    units, rest = divmod(extent, unit)
-    if rest:
-        raise ValueError(f"a length of {extent} cannot be divided into units of {unit}: "
-                         f"{unit * max(1, units)} or {unit * (units + 1)} would do")
-    return units
-
-
-class Lengths(Sequence[int]):
-    """Stand in for a long list of `block_lengths`, and compute each when it is asked for."""
-
-    def __init__(self, extent: int, parts: int, unit: int) -> None:
-        self.total, self.parts, self.unit = extent, range(parts), unit
-
-    def __len__(self) -> int:
-        return len(self.parts)
-
-    def __getitem__(self, part: int | slice) -> int | list[int]:
-        if isinstance(part, slice):
-            return [self[one] for one in self.parts[part]]
-        return block_bounds(self.total, len(self.parts), self.parts[part], self.unit)[1]
-
-
-def total_length(lengths: Sequence[int]) -> int:
-    """Return the sum of the lengths of blocks."""
-    return lengths.total if isinstance(lengths, Lengths) else sum(lengths)
+    longer_before = more + longer * (part - more)    # min(part, more), also of arrays
+    return (share * part + longer_before) * unit, (share + longer) * unit
 
 
 def block_starts(lengths: list[int]) -> list[int]:
@@ -68,3 +40,32 @@ def resized_shape(shape: tuple[int, ...], dim: int, length: int) -> tuple[int, .
     """Return `shape` with `length` in dimension `dim`."""
     dim %= len(shape)
     return tuple(shape[:dim]) + (length,) + tuple(shape[dim + 1:])
+
+
+def total_length(lengths: Sequence[int]) -> int:
+    """Return the sum of the lengths of blocks."""
+    return lengths.total if isinstance(lengths, Lengths) else sum(lengths)
+
+
+class Lengths(Sequence[int]):
+    """Stand in for a long list of `block_lengths`, and compute each when it is asked for."""
+
+    def __init__(self, extent: int, parts: int, unit: int) -> None:
+        self.total, self._numbers, self._unit = extent, range(parts), unit
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, part: int | slice) -> int | list[int]:
+        if isinstance(part, slice):
+            return [self[one] for one in self._numbers[part]]
+        return block_bounds(self.total, len(self), self._numbers[part], self._unit)[1]
+
+
+def _whole_units(extent: int, unit: int) -> int:
+    """Return how many units a length has; ValueError where it is no multiple of the unit."""
+    units, rest = divmod(extent, unit)
+    if rest:
+        raise ValueError(f"a length of {extent} cannot be divided into units of {unit}: "
+                         f"{unit * max(1, units)} or {unit * (units + 1)} would do")
+    return units

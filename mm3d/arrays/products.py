@@ -31,7 +31,7 @@ def matmul(a: Array, b: Array, empty: Callable[..., Array] | None = None,
 
 def matmul_nt(a: Array, b: Array, empty: Callable[..., Array] | None = None,
               progress: Progress = None) -> Array:
-    """Compute C = A B^T of A, (..., k), and B, (n, k), where k may be several dimensions.
+    """Compute C = A B^T of A, (..., k), and B, (n, k).
 
     k stands for all dimensions of B but the first.  Other parameters as in `matmul`.
     """
@@ -44,7 +44,7 @@ def matmul_nt(a: Array, b: Array, empty: Callable[..., Array] | None = None,
 
 def matmul_tn(a: Array, b: Array, empty: Callable[..., Array] | None = None,
               accumulate_float32: bool = False, progress: Progress = None) -> Array:
-    """Compute C = A^T B of A, (k, n), and B, (k, ...), where k may be several dimensions.
+    """Compute C = A^T B of A, (k, n), and B, (k, ...).
 
     k stands for all dimensions of A but the last.  With `accumulate_float32` C has the
     `accumulation_dtype` of A.  Other parameters as in `matmul`.

@@ -2,7 +2,7 @@
 
 Activations have two *spaces*: the *outer* space of the residual stream, and the *inner* space
 between the two linear layers of a block.  A product *up* leads from the outer space into the inner
-one, a product *down* back.  Several grids may have parts of the same sequences: a `Context`.
+one, a product *down* back.
 """
 
 from dataclasses import dataclass
@@ -15,31 +15,6 @@ from mm3d.grid.axis import Axis
 from mm3d.grid.grid import Grid
 from mm3d.grid.layout import Layout
 from mm3d.grid.split import Split
-
-
-def chunks_of(seq: int, ranks: int, rank: int) -> list[range]:
-    """Return the positions of a rank's two chunks, see `Context`, in the order of its array."""
-    bounds = (block_bounds(seq, 2 * ranks, part) for part in (rank, 2 * ranks - 1 - rank))
-    return [range(start, start + length) for start, length in bounds]
-
-
-@dataclass(frozen=True)
-class Context:
-    """Divide sequences among n ranks: 2 n chunks, as even as can be, and two of them for each.
-
-    Rank r holds chunk r and then chunk 2 n - 1 - r.  So all have as many pairs of a query and an
-    earlier key, 2 n l^2 of chunks of l positions: the work of causal attention is balanced.
-    """
-
-    axis: Axis    # the ranks, direction c
-    seq: int    # global number of positions of a sequence, at least one for each rank
-    # {"gather", "ring"}: how attention meets the keys and values of other ranks: gathered, or
-    # passed on.
-    way: str
-
-    def chunks(self, rank: int | None = None) -> list[range]:
-        """Return the positions of a rank's two chunks, by default of this one's."""
-        return chunks_of(self.seq, self.axis.size, self.axis.rank if rank is None else rank)
 
 
 @dataclass(frozen=True)
@@ -71,11 +46,10 @@ class Space:
     features: str
     vector: str
     gathered_along: str = ""
-    context: Context | None = None
+    context: "Context | None" = None
 
     def layout(self, middle: int = 0, unit: int = 1) -> Layout:
-        """Return the layout of an activation with `middle` whole dimensions before the features.
-        """
+        """Return the layout of an activation, `middle` whole dimensions before its features."""
         spec = ",".join([self.rows, *[""] * middle, self.features])
         return Layout(spec, {2 + middle: unit})
 
@@ -91,11 +65,10 @@ class Space:
         activation, the memory suits the gather, and every rank must call the function.
         """
         layout, shape = self.layout(len(features) - 1, unit), (self.batch, self.seq, *features)
-        local = layout.local_shape(self.grid, shape)
-        source = self.grid.backend
+        memory = self.grid.backend
         if self.gathered_along:
-            source = layout.split(self.grid, shape, self.gathered_along)
-        return partial(source.empty, local)
+            memory = layout.split(self.grid, shape, self.gathered_along)
+        return partial(memory.empty, layout.local_shape(self.grid, shape))
 
     def rows_split(self, letter: str) -> Split:
         """Return the `Split` of the rows along the direction `letter`."""
@@ -130,3 +103,26 @@ class Space:
         for letter in self.features:
             a = self.grid[letter].all_reduce(a)
         return a
+
+
+@dataclass(frozen=True)
+class Context:
+    """Divide each sequence among n ranks, or grids: 2 n chunks, as even as can be, two for each.
+
+    Rank r holds chunk r and then chunk 2 n - 1 - r.  So all have as many pairs of a query and an
+    earlier key, 2 n l^2 of chunks of l positions: the work of causal attention is balanced.
+    """
+
+    axis: Axis    # the ranks, direction c
+    seq: int    # global number of positions of a sequence, at least one for each rank
+    way: str    # {"gather", "ring"}: keys and values of other ranks are gathered, or passed on
+
+    def chunks(self, rank: int | None = None) -> list[range]:
+        """Return the positions of a rank's two chunks, by default of this one's."""
+        return chunks_of(self.seq, self.axis.size, self.axis.rank if rank is None else rank)
+
+
+def chunks_of(seq: int, ranks: int, rank: int) -> list[range]:
+    """Return the positions of a rank's two chunks, see `Context`, in the order of its array."""
+    bounds = (block_bounds(seq, 2 * ranks, part) for part in (rank, 2 * ranks - 1 - rank))
+    return [range(start, start + length) for start, length in bounds]

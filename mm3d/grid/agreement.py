@@ -19,9 +19,9 @@ from mpi4py import MPI
 from mm3d.transport.communicators import DryCommunicator, Freed
 
 Facts = Mapping[str, str]    # values as texts, by name
-REFUSED = "refused"
-SHOWN = 60                   # letters of a value in a message
-LISTED = 8                   # differences in a message
+REFUSED = "refused"    # the fact that says why a rank refuses a call
+SHOWN = 60    # letters of a value in a message
+LISTED = 8    # differences in a message
 
 
 @contextmanager
@@ -62,9 +62,9 @@ def compare(comm: MPI.Intracomm | DryCommunicator, call: str, given: Mapping[str
     """Compare facts over all ranks in one small exchange; return the largest number of all.
 
     All ranks should have alike what is `given`, by name; `comm` and `call` are as in
-    `same_arguments`.  `refused` says under the key `REFUSED` why this rank refuses the call, and
-    is empty if it does not.  `largest` is this rank's number: `mm3d.training.norms` needs the
-    largest, and so saves an exchange.
+    `same_arguments`.  `refused` says, as `REFUSED`, why this rank refuses; else it is empty.
+    `largest` is this rank's number: `mm3d.training.norms` needs the largest, and so saves an
+    exchange.
 
     Raises ValueError on every rank alike, unless the facts are the same on all; TypeError for what
     is no communicator of ranks.
@@ -76,7 +76,7 @@ def compare(comm: MPI.Intracomm | DryCommunicator, call: str, given: Mapping[str
     facts = {"call": call} | {name: text_of(value) for name, value in given.items()} | refused
     digest = hashlib.blake2b(repr(sorted(facts.items())).encode(), digest_size=8).digest()
     own = float(int.from_bytes(digest, "big") >> 11)    # whole numbers below 2^53 are exact
-    found = np.array([own, -own, largest])    # all have the same if the most is the least
+    found = np.array([own, -own, largest])    # all are the same if the maximum is the minimum
     comm.Allreduce(MPI.IN_PLACE, found, MPI.MAX)
     if found[0] != -found[1]:
         raise ValueError(format_difference(comm.allgather(dict(facts))))
@@ -90,11 +90,12 @@ def refuse_freed(comm: Any) -> None:
 
 
 def variables() -> dict[str, str]:
-    """Return what the variables of the environment mean, for all ranks alike, if not as unset."""
-    unset = {"MM3D_TRANSPORT": "", "MM3D_NODE_SIZE": "", "MM3D_KERNELS": "", "MM3D_TF32": "0",
-             "MM3D_CUDNN": "1"}
-    return {name: str(int(text)) if text.isdecimal() else text for name, same in unset.items()
-            if (text := os.environ.get(name, "")) not in ("", same)}
+    """Return the variables of the environment that all ranks must share, unless as by default."""
+    defaults = {"MM3D_TRANSPORT": "", "MM3D_NODE_SIZE": "", "MM3D_KERNELS": "", "MM3D_TF32": "0",
+                "MM3D_CUDNN": "1"}
+    return {name: str(int(text)) if text.isdecimal() else text    # 04 is 4
+            for name, default in defaults.items()
+            if (text := os.environ.get(name, "")) not in ("", default)}
 
 
 def checksum(a: np.ndarray) -> str:
@@ -115,6 +116,33 @@ def checksums(arrays: Mapping[str, Any]) -> dict[str, str]:
             what = checksum(a.astype(np.float64, copy=False)) if real else a.dtype
             found[name] = f"{what} of {a.shape}"
     return found
+
+
+def text_of(value: Any) -> str:
+    """Return the text by which a value is compared: the same for equal values of other types.
+
+    1, 1.0 and NumPy's 1 are the same, and so are a dtype and its name, a tuple and a list.
+    Functions are compared by name, and unknown objects by type.
+    """
+    if type(value) in (int, str):    # first: a schedule may have 100,000
+        return str(value)
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(map(text_of, value))})"
+    if value is None or isinstance(value, (str, np.dtype)):
+        return str(value)
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        value = value.item()    # a number of NumPy or of another library
+    if isinstance(value, numbers.Integral):
+        return str(int(value))
+    if isinstance(value, numbers.Real):
+        value = float(value)
+        return str(int(value)) if value.is_integer() else repr(value)
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {text_of(one)}" for key, one in value.items()) + "}"
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return type(value).__name__ + text_of({
+            one.name: getattr(value, one.name) for one in dataclasses.fields(value)})
+    return getattr(value, "__qualname__", type(value).__qualname__)
 
 
 def format_difference(found: Sequence[Facts]) -> str:
@@ -166,30 +194,3 @@ def format_ranks(ranks: Sequence[int]) -> str:
     texts = [f"{first} to {last}" if last > first + 1 else
              ", ".join(map(str, dict.fromkeys((first, last)))) for first, last in runs]
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(texts)}"
-
-
-def text_of(value: Any) -> str:
-    """Return the text by which a value is compared: the same for equal values of other types.
-
-    1, 1.0 and NumPy's 1 are the same, and so are a dtype and its name, a tuple and a list.
-    Functions are compared by name, and unknown objects by type.
-    """
-    if type(value) in (int, str):    # first: a schedule may have 100,000
-        return str(value)
-    if isinstance(value, (tuple, list)):
-        return f"({', '.join(map(text_of, value))})"
-    if value is None or isinstance(value, (str, np.dtype)):
-        return str(value)
-    if getattr(value, "shape", None) == () and hasattr(value, "item"):
-        value = value.item()    # a number of NumPy or of another library
-    if isinstance(value, numbers.Integral):
-        return str(int(value))
-    if isinstance(value, numbers.Real):
-        value = float(value)
-        return str(int(value)) if value.is_integer() else repr(value)
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {text_of(one)}" for key, one in value.items()) + "}"
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return type(value).__name__ + text_of({
-            one.name: getattr(value, one.name) for one in dataclasses.fields(value)})
-    return getattr(value, "__qualname__", type(value).__qualname__)

@@ -23,15 +23,15 @@ def join_ranks(comm: MPI.Intracomm | DryCommunicator, shape: GridShape,
     ranks of it call this.
     """
     coords = shape.coordinates(comm.rank)
-    first = shape.rank({**coords, **dict.fromkeys(names, 0)})    # identifies them
     if isinstance(comm, DryCommunicator):
-        inside = GridShape.from_sizes({name: shape[name] for name in shape if name in names})
-        return DryCommunicator(inside.ranks, inside.rank(coords))
+        joined = GridShape.from_sizes({name: shape[name] for name in shape if name in names})
+        return DryCommunicator(joined.ranks, joined.rank(coords))
+    first = shape.rank({**coords, **dict.fromkeys(names, 0)})    # of the ranks that are joined
     return create(comm.Split, first, comm.rank)
 
 
 class FreedAxes(dict[str, Axis]):
-    """Stand in for the axes of a grid that was freed: it has none, and says so."""
+    """Stand in for the axes of a grid that was freed: to look one up is an error that says so."""
 
     def __missing__(self, name: str) -> NoReturn:
         raise RuntimeError(f"direction {name!r} is of a grid that was freed: a new grid, mesh or "
@@ -41,17 +41,16 @@ class FreedAxes(dict[str, Axis]):
 class GridAxes:
     """Join ranks along directions of a grid: an `Axis` for each, with its traffic.
 
-    Beside `Grid`, `mm3d.training.mesh.DataGrid` of replicas derives from it.
+    It is the base of `Grid`, and of `mm3d.training.mesh.DataGrid` of replicas.  A subclass sets
+    the attributes, as in `Grid`, and makes `axes` by `_create_axes`.
     """
 
-    # Nodes that the ranks are on; 0 in dry runs, for devices, and with ``MM3D_TRANSPORT=mpi``.
-    nodes = 0
-    # See `Grid`; a subclass sets them first.
     comm: MPI.Intracomm | DryCommunicator
     backend: Backend
     shape: GridShape
     coords: dict[str, int]
-    axes: dict[str, Axis]    # the ranks that differ from this one along each direction
+    axes: dict[str, Axis]    # by direction: the ranks that differ from this one along it alone
+    nodes = 0    # that the ranks are on; 0 when dry, on devices, and with ``MM3D_TRANSPORT=mpi``
 
     def _create_axes(self, names: Iterable[str], ordered: bool = False) -> dict[str, Axis]:
         """Create the axes of the directions `names`; `ordered` as in `create_transports`."""

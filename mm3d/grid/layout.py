@@ -31,16 +31,6 @@ from mm3d.grid.shape import GridShape
 from mm3d.grid.split import FaceSplit, Split
 
 
-def divided_directions(spec: str) -> str:
-    """Return the directions that divide the dimensions of a layout, or of a part of one."""
-    return "".join(filter(str.isalpha, spec.partition("@")[0]))
-
-
-def without_faces(spec: str) -> str:
-    """Return a layout in which every rank holds what the first rank of its line holds."""
-    return re.sub("[a-z]0", "", spec)
-
-
 class Layout:
     """Describe how an array is divided over a grid.
 
@@ -56,6 +46,15 @@ class Layout:
         By dimension, the number of elements that the *first* direction that divides it keeps
         together (the columns of an attention head).  Later directions divide single elements.
 
+    Attributes
+    ----------
+    dims : tuple of str
+        By dimension, the directions that divide it; `letters` are those of all, in order.
+    faces : frozenset of str
+        Those along which the first rank holds the whole block.
+    diagonal : str or None
+        The direction after '@'; `named` is `letters` and it.
+
     Raises
     ------
     ValueError
@@ -67,10 +66,9 @@ class Layout:
         dims, at, diagonal = spec.partition("@")
         self.spec, self.units = spec, dict(units or {})
         self.dims = tuple(dims.replace("0", "").split(","))
-        self.faces = frozenset(re.findall("([a-z])0", dims))    # the first rank holds the block
-        self.diagonal = diagonal or None
-        self.letters = "".join(self.dims)    # the directions that divide dimensions, in order
-        self.named = self.letters + diagonal    # along all others ranks hold copies
+        self.faces = frozenset(re.findall("([a-z])0", dims))
+        self.diagonal, self.letters = diagonal or None, "".join(self.dims)
+        self.named = self.letters + diagonal
         if len({*self.named}) < len(self.named) or at and (len(diagonal) != 1 or not self.letters):
             raise ValueError(f"layout {spec!r}: a direction may divide one dimension only, once, "
                              f"and '@' names one direction more, as in 'xy,z' or 'zx@y'")
@@ -82,29 +80,6 @@ class Layout:
     def __repr__(self) -> str:
         units = f", units={self.units}" if self.units else ""
         return f"Layout({self.spec!r}{units})"
-
-    def _check(self, sizes: GridShape, shape: tuple[int, ...]) -> None:
-        """Raise ValueError unless the grid and an array of `shape` fit the layout."""
-        missing = [c for c in self.named if c not in sizes]
-        if missing:
-            raise ValueError(f"layout {self.spec!r} names the direction {missing[0]!r}, which "
-                             f"the grid does not have: it has {', '.join(sizes)}")
-        if len(shape) != len(self.dims):
-            raise ValueError(f"layout {self.spec!r} is for {len(self.dims)} dimensions, but the "
-                             f"array has {len(shape)}: {tuple(shape)}")
-
-    def _bounds(self, sizes: GridShape, length: int, dim: int, coords: Mapping[str, int],
-                letters: str) -> tuple[int, int]:
-        """Return start and length of the block at `coords` that `letters` make of a dimension."""
-        start, unit = 0, self.units.get(dim, 1)
-        for letter in letters:
-            if letter in self.faces:
-                first = coords[letter] == 0
-                before, length = length * (1 - first), length * first
-            else:
-                before, length = block_bounds(length, sizes[letter], coords[letter], unit)
-            start, unit = start + before, 1
-        return start, length
 
     def slices(self, grid: GridShape | Grid, shape: tuple[int, ...],
                coords: Mapping[str, int] | None = None) -> tuple[slice, ...]:
@@ -134,31 +109,8 @@ class Layout:
 
     def local_shape(self, grid: GridShape | Grid, shape: tuple[int, ...],
                     coords: Mapping[str, int] | None = None) -> tuple[int, ...]:
-        """Return the shape of the block that a rank stores; parameters and errors as in `slices`.
-        """
+        """Return the shape of a rank's block; parameters and errors as in `slices`."""
         return tuple(s.stop - s.start for s in self.slices(grid, shape, coords))
-
-    def split(self, grid: Grid, shape: tuple[int, ...], letter: str) -> Split:
-        """Return the `Split` of an array of global `shape` along the direction `letter`.
-
-        Its extent is the length of this rank's block after the directions before `letter` have
-        divided the dimension.
-
-        Raises
-        ------
-        ValueError
-            When `letter` divides no dimension.
-        """
-        self._check(grid.shape, shape)
-        if len(letter) != 1 or letter not in self.letters:
-            raise ValueError(f"layout {self.spec!r} divides nothing by {letter!r}: it has "
-                             f"{', '.join(self.letters) or 'no directions'}")
-        dim = next(d for d, letters in enumerate(self.dims) if letter in letters)
-        before = self.dims[dim].partition(letter)[0]
-        _, length = self._bounds(grid.shape, shape[dim], dim, grid.coords, before)
-        if letter in self.faces:
-            return FaceSplit(grid[letter], dim, length)
-        return Split(grid[letter], dim, length, 1 if before else self.units.get(dim, 1))
 
     def shard(self, a: np.ndarray, grid: Grid) -> Array:
         """Return a copy of this rank's block of the global array `a`, as the backend's array.
@@ -193,7 +145,7 @@ class Layout:
         places = [self.slices(grid, shape, coords) for coords in grid.shape.all_coordinates()]
         # As integers: MPI does not know every dtype, nor all of them more than 2^31 elements.
         like = np.dtype(f"u{math.gcd(local.itemsize, 8)}")
-        words = local.itemsize // like.itemsize
+        words = local.itemsize // like.itemsize    # integers an element
         sizes = [words * math.prod(s.stop - s.start for s in place) for place in places]
         parts, starts = np.empty(sum(sizes), like), block_starts(sizes)
         grid.comm.Allgatherv(local.reshape(-1).view(like), [parts, (sizes, starts)])
@@ -202,6 +154,28 @@ class Layout:
             part = parts[start:start + size].view(local.dtype)
             out[place] = part.reshape(out[place].shape)
         return out
+
+    def split(self, grid: Grid, shape: tuple[int, ...], letter: str) -> Split:
+        """Return the `Split` of an array of global `shape` along the direction `letter`.
+
+        Its extent is the length of this rank's block after the directions before `letter` have
+        divided the dimension.
+
+        Raises
+        ------
+        ValueError
+            When `letter` divides no dimension.
+        """
+        self._check(grid.shape, shape)
+        if len(letter) != 1 or letter not in self.letters:
+            raise ValueError(f"layout {self.spec!r} divides nothing by {letter!r}: it has "
+                             f"{', '.join(self.letters) or 'no directions'}")
+        dim = next(d for d, letters in enumerate(self.dims) if letter in letters)
+        before = self.dims[dim].partition(letter)[0]
+        _, length = self._bounds(grid.shape, shape[dim], dim, grid.coords, before)
+        if letter in self.faces:
+            return FaceSplit(grid[letter], dim, length)
+        return Split(grid[letter], dim, length, 1 if before else self.units.get(dim, 1))
 
     # Layouts with '@', of vectors.
 
@@ -216,13 +190,36 @@ class Layout:
                       coords: Mapping[str, int] | None = None) -> int:
         """Return the coordinate, along the direction after '@', of the rank that stores the block.
 
-        `coords` are the other coordinates of the rank, by default those of this rank.
+        `coords` are the coordinates along the others, by default those of this rank.
         """
         sizes, coords = _resolve_place(grid, coords)
-        # The first direction of the last divided dimension, such as a vector's features, selects
-        # it; earlier dimensions may be divided too, such as experts.
+        # The first direction of the last divided dimension selects it, such as a vector's
+        # features; earlier ones may be divided too, such as experts.
         along = next(letters[0] for letters in reversed(self.dims) if letters)
         return coords[along] % sizes[self.diagonal]
+
+    def _bounds(self, sizes: GridShape, length: int, dim: int, coords: Mapping[str, int],
+                letters: str) -> tuple[int, int]:
+        """Return start and length of the block at `coords` that `letters` make of a dimension."""
+        start, unit = 0, self.units.get(dim, 1)
+        for letter in letters:
+            if letter in self.faces:    # coordinates may be arrays
+                holds = coords[letter] == 0
+                before, length = length * (1 - holds), length * holds
+            else:
+                before, length = block_bounds(length, sizes[letter], coords[letter], unit)
+            start, unit = start + before, 1
+        return start, length
+
+    def _check(self, sizes: GridShape, shape: tuple[int, ...]) -> None:
+        """Raise ValueError unless the grid and an array of `shape` fit the layout."""
+        missing = [c for c in self.named if c not in sizes]
+        if missing:
+            raise ValueError(f"layout {self.spec!r} names the direction {missing[0]!r}, which "
+                             f"the grid does not have: it has {', '.join(sizes)}")
+        if len(shape) != len(self.dims):
+            raise ValueError(f"layout {self.spec!r} is for {len(self.dims)} dimensions, but the "
+                             f"array has {len(shape)}: {tuple(shape)}")
 
 
 def _resolve_place(grid: GridShape | Grid, coords: Mapping[str, int] | None
@@ -233,3 +230,13 @@ def _resolve_place(grid: GridShape | Grid, coords: Mapping[str, int] | None
     if coords is None:
         raise ValueError(f"a block on {grid!r} needs coordinates: no rank is behind the shape")
     return grid, coords
+
+
+def divided_directions(spec: str) -> str:
+    """Return the directions that divide the dimensions of a layout, or of a part of one."""
+    return "".join(filter(str.isalpha, spec.partition("@")[0]))
+
+
+def without_faces(spec: str) -> str:
+    """Return a layout in which every rank holds what the first rank of its line holds."""
+    return re.sub("[a-z]0", "", spec)

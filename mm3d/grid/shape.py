@@ -10,9 +10,7 @@ import math
 import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Iterable, Iterator, Sequence
-
-import numpy as np
+from typing import Iterable, Iterator
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -122,7 +120,7 @@ class GridShape(Mapping[str, int]):
 
     @property
     def example(self) -> "GridShape":
-        """Return the shape itself; of `GridShapes`, one of them."""
+        """Return the shape itself; where a subclass holds several, one of them."""
         return self
 
     @property
@@ -136,8 +134,8 @@ class GridShape(Mapping[str, int]):
 
     def stride(self, direction: str) -> int:
         """Return the difference between the ranks of two neighbours along a direction."""
-        after = {name: place for place, name in enumerate(self.directions, 1)}[direction]
-        return math.prod(self.sizes[after:])
+        places = {name: place for place, name in enumerate(self.directions)}
+        return math.prod(self.sizes[places[direction] + 1:])
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Return the coordinate along each direction of the rank numbered `rank`.
@@ -176,36 +174,3 @@ class GridShape(Mapping[str, int]):
         """Iterate over the coordinates of all ranks, in rank order."""
         return (dict(zip(self.directions, point))
                 for point in itertools.product(*map(range, self.sizes)))
-
-
-class GridShapes(GridShape):
-    """Hold many shapes of as many ranks, so that closed forms count for all of them at once.
-
-    The size of a direction is an array of Python's whole numbers, one for each shape.  What
-    depends on the sizes in another way than by arithmetic should be the same for all shapes, and
-    is asked of one of them, `example`: layouts of a scheme, and which directions have one rank.
-
-    Parameters
-    ----------
-    shapes : sequence of GridShape
-        Shapes of the same directions and as many ranks; ValueError otherwise.
-    """
-
-    def __init__(self, shapes: Sequence[GridShape]) -> None:
-        if len({(one.directions, one.ranks) for one in shapes}) != 1:
-            raise ValueError("shapes have other directions or numbers of ranks")
-        sizes = tuple(np.array(column, object) for column in zip(*(one.sizes for one in shapes)))
-        vars(self).update(directions=shapes[0].directions, sizes=sizes, one=shapes[0],
-                          _sizes=dict(zip(shapes[0].directions, sizes)))
-
-    __eq__, __hash__ = object.__eq__, object.__hash__
-
-    @property
-    def example(self) -> GridShape:
-        """Return the first of the shapes."""
-        return self.one
-
-    @property
-    def ranks(self) -> int:
-        """Return the number of ranks of each."""
-        return self.one.ranks

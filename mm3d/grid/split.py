@@ -60,6 +60,10 @@ class Split:
         """Gather the whole dimension from the blocks of all ranks."""
         return self.axis.all_gather(a, self.dim, self.counts)
 
+    def prefetch(self, a: Array) -> Array | Pending:
+        """Start an `all_gather` that may run while this rank computes, for `gather`."""
+        return self.axis.prefetch(a, self.dim, self.counts)
+
     def reduce_scatter(self, a: Array) -> Array:
         """Sum `a`, in which the dimension is whole, over the ranks; return this rank's block."""
         return self.axis.reduce_scatter(a, self.dim, self.counts)
@@ -68,17 +72,21 @@ class Split:
         """Start a `reduce_scatter` that may run while this rank computes."""
         return self.axis.begin_reduce_scatter(a, self.dim, self.counts)
 
-    def prefetch(self, a: Array) -> Array | Pending:
-        """Start an `all_gather` that runs while this rank computes, see `Axis.prefetch`."""
-        return self.axis.prefetch(a, self.dim, self.counts)
-
-    def of_panel(self, panels: int) -> "Split":
-        """Return the `Split` of one of `panels` equal parts of the dimension, in equal blocks."""
-        return Split(self.axis, self.dim, self.extent // panels)
-
     def broadcast(self, a: Array, root: int) -> Array:
         """Broadcast the block of the rank `root` to all ranks."""
-        return self.axis.broadcast(self._held_block(a, root), root)
+        return self.axis.broadcast(self._block_of_root(a, root), root)
+
+    def begin_broadcast(self, a: Array, root: int) -> Pending:
+        """Start a `broadcast` that may run while this rank computes."""
+        return self.axis.begin_broadcast(self._block_of_root(a, root), root)
+
+    def reduce(self, a: Array, root: int) -> Array | None:
+        """Return the sum of the terms of the block of `root`, on that rank; None on the others."""
+        return self.axis.reduce(a, root)
+
+    def begin_reduce(self, a: Array, root: int) -> Pending:
+        """Start a `reduce` that may run while this rank computes."""
+        return self.axis.begin_reduce(a, root)
 
     def all_to_all(self, a: Array) -> Array:
         """Send every rank its block of `a`, in which the dimension is whole.
@@ -91,8 +99,8 @@ class Split:
     def shift(self, a: Array, held: int, by: int) -> Array:
         """Pass blocks along the line, each to the rank `by` places before, cyclically.
 
-        `held` is the number of the block `a`; each rank holds the block after that of the rank
-        before.  Every rank calls this, and gets block `held + by`.
+        `held` is the number of the block `a`; the next rank holds the next one.  Every rank calls
+        this, and gets block `held + by`.
         """
         axis, size = self.axis, self.axis.size
         by %= size
@@ -106,25 +114,33 @@ class Split:
         flat = xp.reshape(axis.backend.contiguous(a), (a.size,))
         return xp.reshape(axis.all_to_all(flat, sends, receives), shape)
 
-    def begin_broadcast(self, a: Array, root: int) -> Pending:
-        """Start a `broadcast` that may run while this rank computes."""
-        return self.axis.begin_broadcast(self._held_block(a, root), root)
+    def of_panel(self, panels: int) -> "Split":
+        """Return the `Split` of one of `panels` equal parts of the dimension, in equal blocks."""
+        return Split(self.axis, self.dim, self.extent // panels)
 
-    def begin_reduce(self, a: Array, root: int) -> Pending:
-        """Start a `reduce` that may run while this rank computes."""
-        return self.axis.begin_reduce(a, root)
-
-    def reduce(self, a: Array, root: int) -> Array | None:
-        """Return the sum of the terms of the block of `root`, on that rank; None on the others."""
-        return self.axis.reduce(a, root)
-
-    def _held_block(self, a: Array, root: int) -> Array:
-        """Return `a` on `root`, and memory for its block elsewhere, like `a` but for the length.
-        """
+    def _block_of_root(self, a: Array, root: int) -> Array:
+        """Return `a` on `root`; elsewhere memory for the block of `root`, otherwise like `a`."""
         if self.axis.rank == root:
             return a
         shape = resized_shape(a.shape, self.dim, self.counts[root])
         return self.axis.backend.empty(shape, a.dtype)
+
+
+class Gathered:
+    """Hold an operand that is already gathered: `gather` returns it as it is."""
+
+    def __init__(self, array: Array) -> None:
+        self.array = array
+
+
+Operand = Array | Gathered | Pending
+
+
+def gather(operand: Operand, split: Split) -> Array:
+    """Return the gathered operand: gather it along `split`, unless that is done or in flight."""
+    if isinstance(operand, Gathered):
+        return operand.array
+    return operand.take() if isinstance(operand, Pending) else split.all_gather(operand)
 
 
 class FaceSplit(Split):
@@ -165,20 +181,3 @@ class FaceSplit(Split):
     def prefetch(self, a: Array) -> Array:
         """Return `a`: a broadcast is not begun ahead."""
         return a
-
-
-class Gathered:
-    """Hold an operand that is already gathered: `gather` returns it as it is."""
-
-    def __init__(self, array: Array) -> None:
-        self.array = array
-
-
-Operand = Array | Gathered | Pending
-
-
-def gather(operand: Operand, split: Split) -> Array:
-    """Return the gathered operand: gather it along `split`, unless that is done or in flight."""
-    if isinstance(operand, Gathered):
-        return operand.array
-    return operand.take() if isinstance(operand, Pending) else split.all_gather(operand)

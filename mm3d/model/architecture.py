@@ -130,8 +130,7 @@ class Architecture(PlainFields):
                              f"{head}: an even number would do")
 
     def require_plain(self, who: str) -> None:
-        """Raise ValueError unless this is the Transformer of 2019, the only one that `who` knows.
-        """
+        """Raise ValueError unless this is the Transformer of 2019, which alone `who` knows."""
         if self != PLAIN:
             raise ValueError(f"{who} knows no Transformer with "
                              f"{', '.join(f'{k}={v!r}' for k, v in self.given().items())}: the "

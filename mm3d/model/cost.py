@@ -218,7 +218,7 @@ def moves(scheme: str, grid: Mapping[str, int], sizes: ModelSizes, recompute: st
 
 
 def add_move(own: dict[Key, Move], move: Move, times: int) -> None:
-    """Add the words and calls of so many equal moves to those of their axis and collective."""
+    """Add the words and calls of a move, made so many `times`, to those of its kind in `own`."""
     key = move.axis, move.collective
     before = own.get(key, Move(*key, 0, 0))
     own[key] = Move(*key, before.words + times * move.words, before.calls + times * move.calls)

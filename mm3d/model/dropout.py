@@ -21,10 +21,10 @@ from mm3d.schemes.passes import Pass
 class Dropout:
     """Set elements to zero at random, and scale the others so that the mean stays.
 
-    Masks are drawn on the host, also for arrays of a device.  x has so many `features`, globally,
-    in `space`; the probability that an element is dropped is rounded to a multiple of 2^-16.
-    Another `name` of the layer has other masks.  `key` has seed, step and place in the batch; with
-    the place None nothing is dropped.  While a CUDA graph is recorded, forward and backward raise
+    Masks are drawn on the host, also for arrays of a device.  x is in `space`, with `features`
+    globally; the probability that an element is dropped is rounded to a multiple of 2^-16.  A
+    layer of another `name` has other masks.  `key` has seed, step and place in the batch; with the
+    place None nothing is dropped.  While a CUDA graph is recorded, forward and backward raise
     RuntimeError unless it is None.
     """
 

@@ -36,23 +36,24 @@ class Embedding:
 
     def __init__(self, build: Builder, vocab: int, seq: int | None, hidden: int) -> None:
         build.named(self, "embedding", "embedding")
-        self.outer, grid, layout = build.outer, build.outer.grid, Layout(build.scheme.down_weight)
+        self.outer = outer = build.outer
+        grid, layout = outer.grid, Layout(build.scheme.down_weight)
         product = build.scheme.product(build.inner, build.outer, (vocab, hidden), (1, 1))
         self.weight = build.create_parameter("embedding.weight", layout, (vocab, hidden),
                                              product.gathered_along)
-        self.parameters, outer = [self.weight], self.outer
+        self.parameters = [self.weight]
         if seq is not None:
             self.parameters.append(build.create_parameter("positions.weight", layout,
                                                           (seq, hidden)))
         along = product.gathered_along and product.gathered_along.axis.name
         self._tables = [_Table(p, grid, layout, along) for p in self.parameters]
-        vocabulary = layout.dims[0].replace(along or " ", "")
+        vocabulary = layout.dims[0].replace(along or " ", "")    # what divides gathered tables
         self._rows = [outer.rows_split(c) for c in vocabulary if c in outer.rows]
         self._sums = [grid[c] for c in vocabulary if c not in outer.rows]
         self._copies = [grid[c] for c in divided_directions(outer.rows)
                         if c not in layout.letters]
-        rows = Layout(re.sub(f"[{vocabulary}]0?" if vocabulary else "$^", "", outer.rows))
-        self._place = rows.slices(grid, (outer.batch, outer.seq))
+        rows = re.sub(f"[{vocabulary}]0?", "", outer.rows) if vocabulary else outer.rows
+        self._place = Layout(rows).slices(grid, (outer.batch, outer.seq))    # of all its tokens
         width = outer.local_shape(hidden)[-1]
         self._shape = tuple(s.stop - s.start for s in self._place) + (width,)
 
@@ -133,10 +134,7 @@ class _Table:
 
 
 class Head(Linear):
-    """Compute logits = x W, in the inner space.
-
-    The global shape of W is hidden x vocab.
-    """
+    """Compute logits = x W, in the inner space; globally W is hidden x vocab."""
 
     table = None    # of the embedding
 

@@ -23,17 +23,17 @@ def prefer_backend_kernel(readable: Callable) -> Callable:
     """Replace `readable` by the backend's kernel of the same name in calls that have one.
 
     The backend of the first argument decides: its kernels are the functions of
-    `mm3d.arrays.backend.Backend.kernels`, for the dtypes that these list.  A dry run is told of
-    the call.  The readable function remains accessible as ``__wrapped__``.
+    `mm3d.arrays.backend.Backend.kernels`, for the dtypes that these list.  In a dry run they have
+    a context `calling`, which notes the call.  The readable function remains as ``__wrapped__``.
     """
     name = readable.__name__
 
     @functools.wraps(readable)
     def chosen(a: Array, *rest, **more):
-        found = backend_of(a).kernels
-        fast = getattr(found, name, None) if found and a.dtype in found.dtypes else None
-        if told := getattr(found, "calling", None):
-            with told(name, (a, *rest), more):
+        kernels = backend_of(a).kernels
+        fast = getattr(kernels, name, None) if kernels and a.dtype in kernels.dtypes else None
+        if calling := getattr(kernels, "calling", None):
+            with calling(name, (a, *rest), more):
                 return (fast or readable)(a, *rest, **more)
         return (fast or readable)(a, *rest, **more)
     return chosen

@@ -58,7 +58,7 @@ def _owners(split: Split, shape: tuple[int, ...]) -> np.ndarray:
 
 
 class FlatVector(Vector):
-    """Join vectors of one space, beyond the directions that divide their features further."""
+    """Join vectors of one space, as blocks: further directions are left to `FlatVectors`."""
 
     def __init__(self, vectors: Sequence[Vector]) -> None:
         first = vectors[0]

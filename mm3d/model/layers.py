@@ -123,13 +123,13 @@ class LayerNorm:
         self.vector, self.empty = Vector(self.space, (hidden,)), self.space.allocator(hidden)
         self.parameters = [build.create_parameter(f"{name}.{part}", self.vector.layout, (hidden,))
                            for part in self.parts]
-        self.weight, self.bias = (*self.parameters, None)[:2]
+        self.weight, self.bias = (*self.parameters, None)[:2]    # `RMSNorm` has no bias
         self.vectors = [(one, self.vector) for one in self.parameters]
 
     def forward(self, x: Array, within: Pass | None = None) -> tuple[Array, Any]:
         """Compute the normalized rows times gamma, plus beta."""
-        own = self.space.grid.backend.empty(x.shape, x.dtype)    # never gathered
-        xhat, rstd = self.normalize[0](x, self.hidden, self.eps, self.space.sum_features, own)
+        xhat = self.space.grid.backend.empty(x.shape, x.dtype)    # never gathered, unlike y
+        xhat, rstd = self.normalize[0](x, self.hidden, self.eps, self.space.sum_features, xhat)
         y = self.empty(x.dtype)
         gamma, *beta = ((within or ALONE).vector_of(one) for one in self.parameters)
         y, gamma_l = scale_forward(xhat, gamma, self.vector, y, *beta)
@@ -212,9 +212,9 @@ def rms_backward(dy: Array, xhat: Array, rstd: Array, features: int,
 
 
 class RMSNorm(LayerNorm):
-    """Compute y = gamma * x / sqrt(mean(x^2) + eps) over the features; parameters as there.
+    """Compute y = gamma * x / sqrt(mean(x^2) + eps) over the features.
 
-    Ranks that share rows sum their squares: half of what `LayerNorm` moves for them.
+    Parameters are those of `LayerNorm`.  Ranks that share rows sum squares alone: half the words.
     """
 
     normalize = rms_forward, rms_backward

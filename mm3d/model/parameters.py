@@ -146,10 +146,10 @@ class Parameter(Shown):
             self.zero_gradient()
 
     def empty_gradient(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Allocate a term, which is to be accumulated, or what is made of it, before any other.
+        """Allocate a term of the gradient; it, or its sum over ranks, is the next to accumulate.
 
         The first one after `begin_gradient` has the memory of the gradient itself, where shape and
-        type allow: once it is written it is in its place.
+        type allow: once written, it is in its place.
         """
         wanted = tuple(self._sum.shape), self._sum.dtype
         if self._has_terms or self._is_lent or (tuple(shape), dtype) != wanted:

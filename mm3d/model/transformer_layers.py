@@ -8,10 +8,10 @@ from mm3d.model.chains import Chain, Recomputed, Residual
 from mm3d.model.dropout import Dropout, DropoutResidual
 from mm3d.model.experts.options import ExpertOptions
 from mm3d.model.layers import Layer, Linear, make_norm
-from mm3d.model.swiglu import perceptron_layers
 from mm3d.model.recomputation import parse_policy
 from mm3d.model.rotary import Rotary, Turns
 from mm3d.model.stack import Stack
+from mm3d.model.swiglu import perceptron_layers
 
 
 def transformer_layers(build: Builder, stack: Stack, part: range | None = None) -> list[Layer]:
@@ -50,9 +50,9 @@ def _layer(build: Builder, stack: Stack, selective: bool,
     With `selective` the layers up to each linear layer are recomputed in backward.  Queries and
     keys are rotated by `turns`, if there are any.
     """
-    sizes, h, dropout, how = stack.sizes, stack.hidden, stack.dropout, stack.architecture
+    sizes, h, dropout, architecture = stack.sizes, stack.hidden, stack.dropout, stack.architecture
     features, keys = sizes.heads * sizes.head, sizes.kv_heads * sizes.head
-    every = how.biases == "all"
+    all_biases = architecture.biases == "all"
 
     def residual(name: str, layers: Sequence[Layer]) -> Chain:
         if selective and len(layers) > 2:
@@ -68,15 +68,15 @@ def _layer(build: Builder, stack: Stack, selective: bool,
     context = build.inner.context
     kind = RingAttention if context and context.way == "ring" else Attention
     attention = residual("attention", [
-        make_norm(build, "ln1", h, how),
+        make_norm(build, "ln1", h, architecture),
         Linear(build, "attention.qkv", "up", (h, sizes.group + 2, keys), sizes.head,
-               has_bias=how.biases != "none"), *rotary,
+               has_bias=architecture.biases != "none"), *rotary,
         build.named(kind(build.inner, features, sizes.head, stack.causal, sizes.group,
-                         how.window), "attention.attention", "attention"),
+                         architecture.window), "attention.attention", "attention"),
         Linear(build, "attention.proj", "down", (features, h), sizes.group * sizes.head,
-               has_bias=every)])
-    norm = make_norm(build, "ln2", h, how)
+               has_bias=all_biases)])
+    norm = make_norm(build, "ln2", h, architecture)
     if experts is not None:
         return [attention, residual("mlp", [norm, experts.make_layer(build, "experts", sizes)])]
     return [attention, residual("mlp", [
-        norm, *perceptron_layers(build, "mlp", h, sizes.inner, how.gates, every)])]
+        norm, *perceptron_layers(build, "mlp", h, sizes.inner, architecture.gates, all_biases)])]

@@ -38,11 +38,11 @@ class Vector:
     layout : Layout
         Layout of the stored blocks.
     sub : list of Split
-        How directions beyond those of the features divide it.
+        How the further directions divide this rank's features of it.
     copies : list of Axis
         Directions of ranks that have other rows, and store the same block.
     line, root : Axis or None, int or None
-        The direction that has one rank on the diagonal, and that rank.
+        The direction after '@' in the layout, and its rank on the diagonal.
     block : tuple of int
         Shape of the block that is stored on the diagonal of this rank's line.
     """
@@ -53,8 +53,8 @@ class Vector:
         self.layout = Layout(spec, {len(shape) - 1: unit})
         self.line = grid[self.layout.diagonal] if self.layout.diagonal else None
         self.root = None if self.line is None else self.layout.diagonal_rank(grid)
-        extra = self.layout.letters[len(space.features):]
-        self.sub = [self.layout.split(grid, self.shape, letter) for letter in extra]
+        further = self.layout.letters[len(space.features):]
+        self.sub = [self.layout.split(grid, self.shape, letter) for letter in further]
         self.copies = [grid[c] for c in divided_directions(space.rows)
                        if c not in self.layout.named]
         coords = dict(grid.coords)
@@ -111,7 +111,7 @@ class Vector:
         """
         for split in self.sub:
             db = split.reduce_scatter(db)
-        for axis in self.copies:    # of the part that is left: the fewest words
+        for axis in self.copies:    # of the part that is left, so the fewest words
             db = axis.all_reduce(db)
         if self.line is not None:
             db = self.line.reduce(db, self.root)

@@ -1,6 +1,6 @@
 """Define the data types of closed forms: product shapes, collectives, and local products.
 
-A scheme states in closed form how many words one product moves and which matrices it multiplies
+A scheme states how many words one product moves and which matrices it multiplies
 (`mm3d.schemes.scheme.Scheme`), so that costs and plans need no rank and no array.
 """
 
@@ -27,10 +27,8 @@ class Move(NamedTuple):
 class ProductShape(NamedTuple):
     """Describe the global shape of the product C = A B of a linear layer."""
 
-    # {"up", "down"}: "up" from the outer space of activations into the inner one, "down" back.
-    way: str
-    # Global sizes: A is M x N, B is N x K and C is M x K.
-    M: int
+    way: str    # {"up", "down"}: from the outer space of activations into the inner one, or back
+    M: int    # A is M x N, B is N x K and C is M x K
     N: int
     K: int
     # Numbers of columns of A and of C that stay together, such as an attention head's.
@@ -42,8 +40,7 @@ class ProductShape(NamedTuple):
         return self.M, self.N, self.K
 
     def largest_blocks(self, rows: int, inner: int, columns: int) -> tuple[int, int, int]:
-        """Return the largest block sizes of M, N and K, divided into the given numbers of parts.
-        """
+        """Return the largest blocks of M, N and K, divided into the given numbers of parts."""
         return (largest_block(self.M, rows), largest_block(self.N, inner, self.units[0]),
                 largest_block(self.K, columns, self.units[1]))
 
@@ -68,7 +65,8 @@ def largest_block(extent: int, parts: int, unit: int = 1) -> int:
 def factorizations(ranks: int, count: int) -> Iterator[tuple[int, ...]]:
     """Iterate over all tuples of `count` sizes whose product is `ranks`, in ascending order."""
     if count < 2:
-        yield from [(ranks,)] if count else [()] * (ranks == 1)
+        if count or ranks == 1:
+            yield (ranks,) * count
         return
     divisors = [d for d in range(1, math.isqrt(ranks) + 1) if ranks % d == 0]
     for first in sorted({*divisors, *(ranks // d for d in divisors)}):

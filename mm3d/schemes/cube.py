@@ -4,10 +4,10 @@ Algorithms 1 to 6 of arXiv 2105.14450, corrected: Algorithm 5 is consistent in t
 z, y, x only, Algorithm 6 is dA = B dC^T in y, x, z and dB = A dC in z, x, y, and the
 reduce-scatter divides rows in C = AB and C = AB^T but columns in C = A^T B.
 
-In each of them a, b and c are the `Split`\\ s of A, B and C along the directions that the paper
-lists "for A, B, C".  Indices are the paper's: i along x, j along y, l along z; A_il is the block
-that the ranks (i, 0..Y-1, l) hold together, A_ijl the part of it on the rank (i, j, l).  Gradients
-are the same three forms with the directions permuted; both have dC, which is gathered once.
+In each of them a, b and c are the `Split`\\ s of A, B and C, along the directions that it lists.
+Indices are the paper's: i along x, j along y, l along z; A_il is the block that the ranks
+(i, 0..Y-1, l) hold together, A_ijl the part of it on the rank (i, j, l).  Gradients are the same
+three forms with the directions permuted; both have dC, which is gathered once.
 """
 
 from typing import Any, Mapping
@@ -24,7 +24,7 @@ from mm3d.schemes.scheme import Option, Scheme, SpaceLayout
 
 
 def ab(A: Operand, B: Operand, a: Split, b: Split, c: Split) -> Array:
-    """Compute C = A B (Algorithm 1): A_ijl, B_lji -> C_ilj in y, x, z."""
+    """Compute C = A B along y, x, z (Algorithm 1): A_ijl, B_lji -> C_ilj."""
     A_il = gather(A, a)
     B_lj = gather(B, b)
     return c.reduce_scatter(matmul(A_il, B_lj, c.term))
@@ -32,13 +32,13 @@ def ab(A: Operand, B: Operand, a: Split, b: Split, c: Split) -> Array:
 
 def ab_backward(dC: Operand, A: Operand, B: Operand,
                 a: Split, b: Split, c: Split) -> tuple[Array, Array]:
-    """Compute dA = dC B^T in z, x, y and dB = A^T dC in y, z, x (Algorithm 2)."""
+    """Compute dA = dC B^T along z, x, y and dB = A^T dC along y, z, x (Algorithm 2)."""
     dC = Gathered(gather(dC, c))
     return abt(dC, B, c, b, a), atb(A, dC, a, c, b)
 
 
 def abt(A: Operand, B: Operand, a: Split, b: Split, c: Split) -> Array:
-    """Compute C = A B^T (Algorithm 3): A_ijl, B_jli -> C_ilj in y, x, z."""
+    """Compute C = A B^T along y, x, z (Algorithm 3): A_ijl, B_jli -> C_ilj."""
     A_il = gather(A, a)
     B_jl = gather(B, b)
     return c.reduce_scatter(matmul_nt(A_il, B_jl, c.term))
@@ -46,14 +46,14 @@ def abt(A: Operand, B: Operand, a: Split, b: Split, c: Split) -> Array:
 
 def abt_backward(dC: Operand, A: Operand, B: Operand,
                  a: Split, b: Split, c: Split) -> tuple[Array, Array]:
-    """Compute dA = dC B in z, x, y and dB = dC^T A in z, y, x (Algorithm 4)."""
+    """Compute dA = dC B along z, x, y and dB = dC^T A along z, y, x (Algorithm 4)."""
     dC = Gathered(gather(dC, c))
     return ab(dC, B, c, b, a), atb(dC, A, c, a, b)
 
 
 def atb(A: Operand, B: Operand, a: Split, b: Split, c: Split,
         accumulate_float32: bool = False) -> Array:
-    """Compute C = A^T B (Algorithm 5): A_ilj, B_ijl -> C_jli in z, y, x; c divides columns.
+    """Compute C = A^T B along z, y, x (Algorithm 5): A_ilj, B_ijl -> C_jli; c divides columns.
 
     With `accumulate_float32` C is computed, and summed over the ranks, in float32 at least.
     """
@@ -64,7 +64,7 @@ def atb(A: Operand, B: Operand, a: Split, b: Split, c: Split,
 
 def atb_backward(dC: Operand, A: Operand, B: Operand,
                  a: Split, b: Split, c: Split) -> tuple[Array, Array]:
-    """Compute dA = B dC^T in y, x, z and dB = A dC in z, x, y (Algorithm 6)."""
+    """Compute dA = B dC^T along y, x, z and dB = A dC along z, x, y (Algorithm 6)."""
     dC = Gathered(gather(dC, c))
     return abt(B, dC, b, c, a), ab(A, dC, a, c, b)
 
@@ -97,7 +97,7 @@ class CubeProduct(Product):
 
     def kept(self, A: Array, A_il: Array | None, B: Operand,
              B_lj: Array) -> tuple[Operand, Gathered | None]:
-        """Return the operands that are saved for backward; None for B, which is the weight."""
+        """Return A and B as saved for backward; None for B itself, which is the weight."""
         keep_B = self.keep != "none" and B_lj is not B
         return (Gathered(A_il) if self.keep == "both" else A, Gathered(B_lj) if keep_B else None)
 
@@ -190,7 +190,7 @@ class Cube(Scheme):
 
     def __init__(self, *given: Any, **options: Any) -> None:
         super().__init__(*given, **options)
-        if vars(self).get("overlap") == "auto":    # faces have no such option
+        if vars(self).get("overlap") == "auto":    # the subclass Faces has no such option
             self.overlap = self.grid.nodes > 1
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Multiply on a line of ranks that divide the weight, or that do nothing together."""
+"""Multiply on a line of ranks that divide the weight, or that all do the same."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from mm3d.schemes.product import Product
 
 
 class Whole:
-    """Hold all rows on every rank, where none has terms of them: nothing moves.
+    """Store what no other rank needs: nothing is gathered, and nothing is summed.
 
     It has the part of the interface of `Split` that `LineProduct` needs.
     """
@@ -24,7 +24,7 @@ class Whole:
 
 
 class Replicated(Whole):
-    """Hold all rows on every rank: nothing is gathered, and an all-reduce sums the terms."""
+    """Store a matrix on every rank: nothing is gathered, and an all-reduce sums the terms."""
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
@@ -35,15 +35,14 @@ class Replicated(Whole):
 
 
 class LineProduct(Product):
-    """Compute C = A B on a line of ranks that divide B: its columns, its rows, or nothing.
+    """Compute C = A B on a line of ranks that divide B by columns, by rows, or not at all.
 
-    With the columns divided rank j computes C_j = A B_j, and dA = sum_j dC_j B_j^T is summed over
-    the ranks.  With the rows divided, like the columns of A, C = sum_j A_j B_j is summed, and
-    dA_j = dC B_j^T.  On one rank, or on ranks that do all alike, nothing is.
+    By columns (a product up) rank j computes C_j = A B_j, and dA is the sum of dC_j B_j^T over the
+    ranks.  By rows (a product down) C is the sum of A_j B_j, and dA_j = dC B_j^T.
 
-    `weight` is the layout of B; `a` and `c` say how the rows of A and of C are divided, of the one
-    that is not like B: a `Split` gathers them before a product, and sums and scatters terms of
-    them after one.
+    `weight` is the layout of B.  `a` and `c` say how A and C are stored.  The columns of one are
+    divided like B: it is `Whole`.  The other, A by columns and C by rows, is gathered before a
+    product and summed after one: it is `Replicated`, or a `Split` of its rows.
     """
 
     def __init__(self, weight: Layout, a: Split | Whole = Whole(),

@@ -19,8 +19,7 @@ from mm3d.schemes.closed_form import Move
 # Extents of A, B and C by form: C = A B, A B^T and A^T B.
 FORMS = {"ab": ("MN", "NK", "MK"), "abt": ("MN", "KN", "MK"), "atb": ("NM", "NK", "MK")}
 LOCAL_PRODUCTS = {"ab": matmul, "abt": matmul_nt, "atb": matmul_tn}
-# The gradients are again products.  By form: the form and the operands of dA, then of dB; "C" is
-# dC.
+# The gradients are such products, too.  By form: form and operands of dA, then of dB; "C" is dC.
 GRADIENT_PRODUCTS = {"ab": (("abt", "CB"), ("atb", "AC")), "abt": (("ab", "CB"), ("atb", "CA")),
                      "atb": (("abt", "BC"), ("ab", "AC"))}
 

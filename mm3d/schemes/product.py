@@ -20,15 +20,15 @@ class Product(ABC):
         Whether dB is computed, summed over the ranks and returned in float32 if the operands
         have 16 bits.
     empty_gradient : callable or None
-        Allocates dB from its shape and dtype, where the product that makes it is the last step,
-        see `mm3d.model.parameters.Parameter.empty_gradient`; None allocates it as any array.
+        Allocates dB from its shape and dtype, if no sum over ranks follows: see
+        `mm3d.model.parameters.Parameter.empty_gradient`; None allocates it as any array.
     overlap : bool
         Whether `mm3d.schemes.overlap.Overlap` computes forward and backward instead, while
         communication goes on.  Only a `mm3d.schemes.cube.CubeProduct` can have it.
     gathered_along : Split or None
         How B is divided in the direction along which it is gathered; None if it is not gathered.
     operands : dict of str to str
-        For observers: the matrix that an attribute, such as the Split `a`, moves, by its name.
+        For observers: by the name of an attribute, such as the Split `a`, the matrix it moves.
     """
 
     weight: Layout
@@ -67,7 +67,7 @@ class Product(ABC):
         return operands
 
     def weight_gradient(self, A: Array, dC: Array) -> Array:
-        """Compute dB = A^T dC on this rank alone, as the last step."""
+        """Compute dB = A^T dC on this rank alone, where no sum over ranks follows."""
         return matmul_tn(A, dC, self.empty_gradient, self.accumulate_float32)
 
     def recompute_saved(self, A: Array, weight: Any) -> Any:

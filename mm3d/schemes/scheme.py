@@ -227,15 +227,18 @@ class Scheme(GridAlgorithm):
                        **options: Any) -> list[LocalProduct]:
         """List the local matrix products of one forward on rank 0, which has the largest blocks.
 
-        They follow from the layouts: a direction that divides the features of C has gathered the
-        rows of A; one that divides the features of both is looped over.  Backward has the same
-        number for each of its two gradients, with rows, inner and columns exchanged.
+        They follow from the layouts of A and C.  Rows of A are gathered along directions that
+        divide the features of C; directions that divide the features of both are looped over.
+        Backward has the same number for each of its two gradients, with rows, inner and columns
+        exchanged.
         """
         outer, inner = cls.layouts(getattr(sizes, "example", sizes), 1, 1, **options)
         A, C = (outer, inner) if product.way == "up" else (inner, outer)
-        rows = [c for c in divided_directions(A[0]) if c not in C[1]]
+        (A_rows, A_features), C_features = A[:2], C[1]
+        rows = [c for c in divided_directions(A_rows) if c not in C_features]
+        looped = {*A_features} & {*C_features}
         *blocks, count = (math.prod(sizes[c] for c in letters)
-                          for letters in (rows, A[1], C[1], {*A[1]} & {*C[1]}))
+                          for letters in (rows, A_features, C_features, looped))
         return [LocalProduct(*product.largest_blocks(*blocks), count)]
 
     @classmethod
@@ -251,7 +254,7 @@ class Scheme(GridAlgorithm):
     @classmethod
     def transposed_moves(cls, sizes: Mapping[str, int], product: ProductShape,
                          **options: Any) -> tuple[list[Move], list[Move]]:
-        """List those of A = C B^T of a product down: by default as many as of one up, from C."""
+        """List those of A = C B^T of a product down; by default they are a product up of C."""
         up = product._replace(way="up", N=product.K, K=product.N)
         return cls.product_moves(sizes, up, **options, recomputed=True)
 

@@ -42,38 +42,17 @@ TRANSPORTS = {
     "nccl": "nccl.NcclTransport"}
 HOST_TRANSPORTS = ("mpi", "shared", "hierarchical")    # values of MM3D_TRANSPORT
 DEVICE_TRANSPORTS = ("device", "staged", "nccl")
-IN_NODES = ("shared", "hierarchical")    # with which lines inside a node share memory
+IN_NODES = ("shared", "hierarchical")    # kinds with which lines inside a node share memory
 LEAST_NODES = 3    # of a chain; between two nodes MPI's tree is a chain
 
 
-def _line_transport(setting: str, nodes: Sequence[int], ordered: bool) -> str:
-    """Choose the transport of a line of ranks on these nodes, which can share memory.
-
-    `setting` is ``MM3D_TRANSPORT``: "shared", "hierarchical", or "" for the best.
-    """
-    several = len(set(nodes))
-    if several == 1:
-        return "shared"
-    if ordered:
-        return "ordered"
-    if setting == "hierarchical" or not setting and several < len(nodes):
-        return "hierarchical"
-    return "chain" if not setting and several >= LEAST_NODES else "mpi"
-
-
-def _can_share_memory() -> bool:
-    """Return whether ranks of this system can share memory as `mm3d.transport.segments` does."""
-    return (sys.platform == "linux" and platform.machine() == "x86_64"
-            and hasattr(os, "memfd_create"))
-
-
 def choose_transport(comm: MPI.Intracomm | DryCommunicator, backend: Backend) -> str:
-    """Choose the transport for arrays of `backend` on a grid of `comm`, before it has lines.
+    """Choose the kind of transport for arrays of `backend` on a grid of `comm`, before its lines.
 
-    It is the setting or, for arrays in host memory without one, "hierarchical": each line then has
-    its own, see `create_transports`.  All ranks of `comm` must call this, and get the same name;
-    "none" where one rank is alone.  Raises ValueError when the setting does not carry such arrays,
-    or ``MM3D_NODE_SIZE`` is no positive integer.
+    It is what ``MM3D_TRANSPORT`` names.  Without it, it is "hierarchical" for arrays in host
+    memory: any of the list, as each line needs, see `create_transports`.  It is "none" where one
+    rank is alone.  All ranks of `comm` must call this, and get the same name.  Raises ValueError
+    when the setting does not carry such arrays, or ``MM3D_NODE_SIZE`` is no positive integer.
     """
     known, others = HOST_TRANSPORTS, DEVICE_TRANSPORTS
     if not backend.host_buffers:
@@ -102,16 +81,14 @@ def create_transports(comm: MPI.Intracomm | DryCommunicator,
                       ordered: bool = False) -> dict[str, MpiTransport]:
     """Create the transport of each of a grid's lines, by the rule of this module.
 
-    Ranks of different nodes, as `mm3d.transport.nodes.own_node` numbers them, share no memory.
-    Ranks that may not open each other's memory use MPI, unless sharing is set explicitly.  Each
-    line decides by itself: all its ranks fail alike, and its collectives concern no other line.
-
     All ranks of the grid, `comm`, call this; `lines` has the ranks on this rank's line in each
-    direction, `kind` is the name that `choose_transport` returned, and `node` is this rank's.
+    direction, `kind` is the name that `choose_transport` returned, and `node` is the number of
+    this rank's, from `mm3d.transport.nodes.own_node`: ranks of different nodes share no memory.
     `ordered` says whether arrays in host memory must be summed in the order of the ranks.
 
-    Raises OSError on every rank of `comm` alike, when ranks of one line may not share memory, and
-    ``MM3D_TRANSPORT`` is set to share it.
+    Ranks that may not open each other's memory use MPI; with ``MM3D_TRANSPORT`` set to share it,
+    OSError is raised on every rank of `comm` alike.  Each line decides by itself: all its ranks
+    fail alike, and its collectives concern no other line.
     """
     found, problem = {}, ""
     for name, line in lines.items():
@@ -143,6 +120,27 @@ def _create_transport(line: MPI.Intracomm | DryCommunicator, backend: Backend, k
         more = (nodes,) if name == "hierarchical" else ()
         return transport_class(name)(line, backend, *more)
     return transport_class("ordered" if ordered else "mpi")(line, backend)
+
+
+def _line_transport(wanted: str, nodes: Sequence[int], ordered: bool) -> str:
+    """Choose the transport of a line whose ranks are on these nodes, which can share memory.
+
+    `wanted` is ``MM3D_TRANSPORT``: "shared", "hierarchical", or "" for the best.
+    """
+    count = len(set(nodes))
+    if count == 1:
+        return "shared"
+    if ordered:
+        return "ordered"
+    if wanted == "hierarchical" or not wanted and count < len(nodes):
+        return "hierarchical"
+    return "chain" if not wanted and count >= LEAST_NODES else "mpi"
+
+
+def _can_share_memory() -> bool:
+    """Return whether ranks of this system can share memory as `mm3d.transport.segments` does."""
+    return (sys.platform == "linux" and platform.machine() == "x86_64"
+            and hasattr(os, "memfd_create"))
 
 
 def transport_class(name: str) -> type[MpiTransport]:

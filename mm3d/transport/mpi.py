@@ -18,8 +18,9 @@ from mm3d.transport.pending import Pending
 class MpiTransport:
     """Call MPI's own collectives on the arrays in place.
 
-    MPI would sum float16 in float16, so such terms are converted to float32, with twice the
-    bytes, and the result is rounded once.
+    `counts` are the lengths of blocks along the dimension `dim`, `lengths` their numbers of
+    elements.  MPI would sum float16 in float16, so such terms are converted to float32, with twice
+    the bytes, and the result is rounded once.
     """
 
     name = "mpi"    # in results and settings
@@ -27,13 +28,13 @@ class MpiTransport:
     note = ("MPI moves by algorithms of its own: gathers and broadcasts bring a rank the words "
             "counted, and may relay more; what sums move is not known")
     nonblocking = True    # whether a collective that is begun goes on while this rank computes
-    nonblocking_rooted = True    # whether a broadcast or a reduction onto one rank does
-    on_host = True        # whether the host takes part, beyond starting a collective
+    nonblocking_rooted = True    # the same of broadcasts, and of reductions onto one rank
+    on_host = True    # whether the host takes part, beyond starting a collective
     # Collectives whose result all ranks read in the same memory, unless it is small.  Their words
     # do not travel, so their time gives no bandwidth.  A gather of blocks from `block` copies
     # nothing; a broadcast is copied once, by its root.
     in_place: frozenset[str] = frozenset()
-    mpi_bytes: float = math.inf    # of whole arrays, at most, that go by MPI's own collectives
+    mpi_bytes: float = math.inf    # largest whole array that goes by MPI's own collectives
 
     def __init__(self, comm, backend: Backend) -> None:
         self.comm, self.backend, self.rank = comm, backend, comm.rank
@@ -52,6 +53,9 @@ class MpiTransport:
     def barrier(self) -> None:
         """Wait until all ranks have called it."""
         self.comm.Barrier()
+
+    def free(self) -> None:
+        """Free the resources that all ranks share; every rank calls this."""
 
     def block(self, shape: tuple[int, ...], dtype: Any, dim: int, counts: list[int]) -> Array:
         """Allocate this rank's block, of local `shape`, of an array divided along `dim`.
@@ -83,13 +87,6 @@ class MpiTransport:
         request = self.comm.Iallgatherv(as_mpi(a), [as_mpi(flat), (lengths, starts)])
         return Pending(out, lambda: self._unpacked(flat, out, dim, counts), request, (a,))
 
-    def _whole(self, a: Array, dim: int,
-               counts: list[int]) -> tuple[Array, Array, list[int], Array]:
-        """Return the array to send, the receive buffer, the blocks' lengths, and the result."""
-        out = self.backend.empty(resized_shape(a.shape, dim, total_length(counts)), a.dtype)
-        self._moved += out.size - a.size
-        return (self.backend.contiguous(a), *self._flat(out, dim, counts), out)
-
     def reduce_scatter(self, a: Array, dim: int, counts: list[int]) -> Array:
         """Sum the ranks' terms `a`, and return this rank's block of the sum along `dim`."""
         flat, lengths, out = self._terms(a, dim, counts)
@@ -108,6 +105,63 @@ class MpiTransport:
         request = self.comm.Ireduce_scatter(terms, total, lengths)
         return Pending(out, lambda: sums.store_rounded(total, out), request, (terms,))
 
+    def all_reduce(self, a: Array) -> Array:
+        """Sum the ranks' terms `a`, on every rank."""
+        out = self.backend.empty(a.shape, a.dtype)
+        self._all_reduce(self.backend.contiguous(a), out)
+        return out
+
+    def broadcast(self, a: Array, root: int) -> Array:
+        """Broadcast `a` of the rank `root`, over `a` of the others."""
+        a = self.backend.contiguous(a)
+        self._broadcast(a, root)
+        self._moved += a.size * (self.rank != root)
+        return a
+
+    def begin_broadcast(self, a: Array, root: int) -> Pending:
+        """Start a `broadcast`; where the transport cannot, complete it at once."""
+        if not self.nonblocking_rooted:
+            return Pending(self.broadcast(a, root))
+        a = self.backend.contiguous(a)
+        self._moved += a.size * (self.rank != root)
+        return Pending(a, request=self.comm.Ibcast(self.backend.mpi_buffer(a), root))
+
+    def reduce(self, a: Array, root: int) -> Array | None:
+        """Sum the ranks' terms `a` on the rank `root`; None on the others."""
+        out = self.backend.empty(a.shape, a.dtype) if self.rank == root else None
+        self._reduce(self.backend.contiguous(a), out, root)
+        return out
+
+    def begin_reduce(self, a: Array, root: int) -> Pending:
+        """Start a `reduce`; where the transport cannot, complete it at once."""
+        if not self.nonblocking_rooted:
+            return Pending(self.reduce(a, root))
+        out = self.backend.empty(a.shape, a.dtype) if self.rank == root else None
+        self._moved = math.nan
+        terms = sums.upcast(self.backend.contiguous(a))
+        total = None if out is None else sums.accumulator(out)
+        request = self.comm.Ireduce(terms, total, root=root)
+        return Pending(out, None if out is None else lambda: sums.store_rounded(total, out),
+                       request, (terms,))
+
+    def all_to_all(self, a: Array, dim: int, sends: list[int], receives: list[int]) -> Array:
+        """Send the blocks of `a`, `sends` long along `dim`, and join those that arrive."""
+        out = self.backend.empty(resized_shape(a.shape, dim, sum(receives)), a.dtype)
+        send, outgoing = self._packed(a, dim, sends)
+        recv, incoming = self._flat(out, dim, receives)
+        self._exchange(self._flatten(send), self._flatten(recv), outgoing, incoming)
+        self._moved += out.size - math.prod(resized_shape(out.shape, dim, receives[self.rank]))
+        return self._unpacked(recv, out, dim, receives)
+
+    # Flat buffers, which have the blocks of an array one after another.
+
+    def _whole(self, a: Array, dim: int,
+               counts: list[int]) -> tuple[Array, Array, list[int], Array]:
+        """Return the array to send, the receive buffer, the blocks' lengths, and the result."""
+        out = self.backend.empty(resized_shape(a.shape, dim, total_length(counts)), a.dtype)
+        self._moved += out.size - a.size
+        return (self.backend.contiguous(a), *self._flat(out, dim, counts), out)
+
     def _terms(self, a: Array, dim: int, counts: list[int]) -> tuple[Array, list[int], Array]:
         """Return the blocks of `a` one after another, their lengths, and memory for the sum."""
         flat, lengths = self._packed(a, dim, counts)
@@ -123,56 +177,36 @@ class MpiTransport:
                 piece[...] = block
         return flat, lengths
 
-    def all_reduce(self, a: Array) -> Array:
-        """Sum the ranks' terms `a`, on every rank."""
-        out = self.backend.empty(a.shape, a.dtype)
-        self._all_reduce(self.backend.contiguous(a), out)
+    def _unpacked(self, flat: Array, out: Array, dim: int, counts: list[int]) -> Array:
+        """Copy the blocks in `flat` to `out`, if that is another buffer, and return `out`."""
+        if flat is not out:
+            for piece, block in self._pieces(flat, out, dim, counts):
+                block[...] = piece
         return out
 
-    def broadcast(self, a: Array, root: int) -> Array:
-        """Broadcast `a` of the rank `root`, over `a` of the others."""
-        a = self.backend.contiguous(a)
-        self._broadcast(a, root)
-        self._moved += a.size * (self.rank != root)
-        return a
+    def _pieces(self, flat: Array, a: Array, dim: int,
+                counts: list[int]) -> Iterator[tuple[Array, Array]]:
+        """Iterate over the blocks, as views of the flat buffer and of the array."""
+        offset = 0
+        for index in block_indices(len(a.shape), dim, counts):
+            block = a[index]
+            length = math.prod(block.shape)
+            yield self.backend.xp.reshape(flat[offset:offset + length], block.shape), block
+            offset += length
 
-    def reduce(self, a: Array, root: int) -> Array | None:
-        """Sum the ranks' terms `a` on the rank `root`; None on the others."""
-        out = self.backend.empty(a.shape, a.dtype) if self.rank == root else None
-        self._reduce(self.backend.contiguous(a), out, root)
-        return out
+    def _flat(self, a: Array, dim: int, counts: list[int]) -> tuple[Array, list[int]]:
+        """Return a buffer for the blocks of `a` one after another, and the blocks' lengths.
 
-    def all_to_all(self, a: Array, dim: int, sends: list[int], receives: list[int]) -> Array:
-        """Send the blocks of `a`, `sends` long along `dim`, and join those that arrive."""
-        out = self.backend.empty(resized_shape(a.shape, dim, sum(receives)), a.dtype)
-        send, outgoing = self._packed(a, dim, sends)
-        recv, incoming = self._flat(out, dim, receives)
-        self._exchange(self._flatten(send), self._flatten(recv), outgoing, incoming)
-        self._moved += out.size - math.prod(resized_shape(out.shape, dim, receives[self.rank]))
-        return self._unpacked(recv, out, dim, receives)
+        The buffer is `a` itself where its blocks are contiguous.
+        """
+        outer = math.prod(a.shape[:dim % len(a.shape)])
+        share = math.prod(a.shape) // max(1, a.shape[dim])
+        lengths = [count * share for count in counts]
+        return (a if outer <= 1 else self.backend.empty((sum(lengths),), a.dtype)), lengths
 
-    def begin_broadcast(self, a: Array, root: int) -> Pending:
-        """Start a `broadcast`; where the transport cannot, complete it at once."""
-        if not self.nonblocking_rooted:
-            return Pending(self.broadcast(a, root))
-        a = self.backend.contiguous(a)
-        self._moved += a.size * (self.rank != root)
-        return Pending(a, request=self.comm.Ibcast(self.backend.mpi_buffer(a), root))
-
-    def begin_reduce(self, a: Array, root: int) -> Pending:
-        """Start a `reduce`; where the transport cannot, complete it at once."""
-        if not self.nonblocking_rooted:
-            return Pending(self.reduce(a, root))
-        out = self.backend.empty(a.shape, a.dtype) if self.rank == root else None
-        self._moved = math.nan
-        terms = sums.upcast(self.backend.contiguous(a))
-        total = None if out is None else sums.accumulator(out)
-        request = self.comm.Ireduce(terms, total, root=root)
-        return Pending(out, None if out is None else lambda: sums.store_rounded(total, out),
-                       request, (terms,))
-
-    def free(self) -> None:
-        """Free the resources that all ranks share; every rank calls this."""
+    def _flatten(self, a: Array) -> Array:
+        """View a contiguous array as one dimension."""
+        return self.backend.xp.reshape(a, (math.prod(a.shape),))
 
     def _copy(self, a: Array, place: Array) -> Array:
         """Copy `a` to `place`, and count its words as moved."""
@@ -218,34 +252,3 @@ class MpiTransport:
         """Exchange elements with every rank; both buffers are flat and in rank order."""
         self.comm.Alltoallv([self.backend.mpi_buffer(send), (sends, block_starts(sends))],
                             [self.backend.mpi_buffer(recv), (receives, block_starts(receives))])
-
-    def _flatten(self, a: Array) -> Array:
-        """View a contiguous array as one dimension."""
-        return self.backend.xp.reshape(a, (math.prod(a.shape),))
-
-    def _flat(self, a: Array, dim: int, counts: list[int]) -> tuple[Array, list[int]]:
-        """Return a buffer for the blocks of `a` one after another, and the blocks' lengths.
-
-        The buffer is `a` itself where its blocks are contiguous.
-        """
-        outer = math.prod(a.shape[:dim % len(a.shape)])
-        share = math.prod(a.shape) // max(1, a.shape[dim])
-        lengths = [count * share for count in counts]
-        return (a if outer <= 1 else self.backend.empty((sum(lengths),), a.dtype)), lengths
-
-    def _unpacked(self, flat: Array, out: Array, dim: int, counts: list[int]) -> Array:
-        """Copy the blocks in `flat` to `out`, if that is another buffer, and return `out`."""
-        if flat is not out:
-            for piece, block in self._pieces(flat, out, dim, counts):
-                block[...] = piece
-        return out
-
-    def _pieces(self, flat: Array, a: Array, dim: int,
-                counts: list[int]) -> Iterator[tuple[Array, Array]]:
-        """Iterate over the blocks, as views of the flat buffer and of the array."""
-        offset = 0
-        for index in block_indices(len(a.shape), dim, counts):
-            block = a[index]
-            length = math.prod(block.shape)
-            yield self.backend.xp.reshape(flat[offset:offset + length], block.shape), block
-            offset += length

@@ -42,9 +42,9 @@ def own_node(comm: MPI.Intracomm) -> int:
     """
     wanted = emulated_node_size()
     node = create_node_communicator(comm)
-    ranks = gather_nodes(node, comm.rank)    # the numbers of those of this node in `comm`
+    numbers = gather_nodes(node, comm.rank)    # in `comm`, of the ranks on this node
     size = wanted or node.size
-    first = ranks[node.rank // size * size]
+    first = numbers[node.rank // size * size]
     node.Free()
     return first
 

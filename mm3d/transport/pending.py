@@ -8,10 +8,10 @@ from mm3d.arrays.backend import Array
 class Pending:
     """Hold a collective in flight, which `wait` completes.
 
-    `out` is the result, once complete.  `finish` makes it ready, or orders later computation after
-    it, once the `request` is complete; with neither the collective is.  MPI makes no progress by
-    itself: a long product calls `progress` now and then.  The buffers `kept` live until the
-    collective is complete.
+    `out` receives the result.  `wait` waits for the `request`, then calls `finish`, which makes
+    `out` ready or orders later computation after it; without both, the collective is complete
+    already.  The buffers `kept` live until then.  MPI makes no progress by itself: a long product
+    calls `progress` now and then.
     """
 
     def __init__(self, out: Array, finish: Callable[[], Any] | None = None,
@@ -37,7 +37,7 @@ class Pending:
         return self.out
 
     def take(self) -> Array:
-        """Complete the collective, return the result and drop the reference to it."""
+        """Complete the collective, return the result and keep no reference to its memory."""
         out = self.wait()
         self.out = None
         return out

@@ -13,8 +13,9 @@ from mm3d.model.functional import attend_backward, causal_mask, upcast
 from mm3d.model.parameters import Parameter
 from mm3d.schemes.passes import Pass
 
-
-Visit = tuple[slice, slice, int, int]    # queries, keys, first query among them, causal or window
+# Queries and keys that meet, where the first query is among these keys, and the window, or
+# whether the mask is causal.
+Visit = tuple[slice, slice, int, int]
 
 
 class Attention:

@@ -38,9 +38,9 @@ def window_mask(q: Array, k: Array, first: int, window: int) -> Array:
 
 
 def visible(own: range, keys: range, causal: bool, window: int | None) -> tuple[range, range]:
-    """Return the queries and the keys among given positions between which a mask hides least.
+    """Return the queries that see some of the keys, and the keys that some query sees.
 
-    Each query that is returned sees some of the keys.  Parameters are as of
+    Both are among the given positions.  Parameters are as of
     `mm3d.model.attention.layer.Attention`.
     """
     if not causal or not own:

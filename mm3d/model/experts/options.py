@@ -49,8 +49,7 @@ class ExpertDesign(PlainFields):
     factor: float = 1.0
 
     def check(self, count: int, top: int, gate: str) -> None:
-        """Raise ValueError unless `ExpertOptions` with this `count`, `top` and `gate` can have it.
-        """
+        """Raise ValueError unless options with this `count`, `top` and `gate` can have it."""
         for name in ("width", "shared", "groups", "top_groups"):
             value = getattr(self, name)
             if value is not None or name.endswith("groups"):

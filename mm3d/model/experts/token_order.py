@@ -104,8 +104,7 @@ class TokenOrder:
 
     @property
     def assumed(self) -> np.ndarray | None:
-        """Return the experts of this rank's tokens where they are assumed, (tokens, k); or None.
-        """
+        """Return the assumed experts of this rank's tokens, (tokens, k); None if none are."""
         return None
 
     def gather_chosen(self, chosen: np.ndarray, axis: Axis) -> np.ndarray:
