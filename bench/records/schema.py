@@ -31,6 +31,12 @@ def _number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
 
 
+def printable(text: str) -> str:
+    """Return a text with escapes for signs that cannot be printed, as names of folders may have."""
+    return "".join(sign if sign.isprintable() or sign == "\n" else ascii(sign)[1:-1]
+                   for sign in text)
+
+
 def _is_policy(value: str) -> bool:
     try:
         return parse_policy(value).group_size <= MOST
@@ -50,8 +56,7 @@ SETTINGS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "policy": ("none, selective, full, uniform:N, or one of the last two with +selective",
                lambda value: isinstance(value, str) and _is_policy(value)),
     "flag": ("true or false", lambda value: isinstance(value, bool)),
-    "text": ("a text", lambda value: isinstance(value, str) and all(
-        line.isprintable() for line in value.split("\n")))}
+    "text": ("a text", lambda value: isinstance(value, str) and printable(value) == value)}
 
 
 @functools.cache

@@ -32,6 +32,14 @@ def test_read_returns_what_was_written(tmp_path):
     np.testing.assert_array_equal(found.expected_words, run.expected_words)
 
 
+def test_texts_that_nothing_prints_or_encodes_lose_no_run(tmp_path):
+    """Of a folder's name with a tab, and of one in another encoding, say."""
+    run = made_up(ROW)
+    run.environment["command"] = "--out a\tb\udcff\nc"
+    found = run_file.read_run(run_file.write_run(run, tmp_path, "a"))
+    assert found.environment["command"] == r"--out a\tb\udcff" "\nc"
+
+
 def test_kinds_of_a_family_that_has_no_schema_of_theirs_are_read(tmp_path):
     """Of a later version, say: what was measured is there, and nothing follows from it."""
     samples = Variable(np.ones((1, 2)), "s", ("part", "repetition"))
