@@ -32,7 +32,7 @@ def _number(value: Any) -> bool:
 
 
 def printable(text: str) -> str:
-    """Return a text with escapes for signs that cannot be printed, as names of folders may have."""
+    """Return a text with escapes for signs that nothing prints, as names of folders may have."""
     return "".join(sign if sign.isprintable() or sign == "\n" else ascii(sign)[1:-1]
                    for sign in text)
 
