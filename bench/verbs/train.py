@@ -11,7 +11,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from bench.agreement import make_on_rank_0
+from bench.agreement import make_on_each_rank, make_on_rank_0
 from bench.command_line import (config_options, expert_options, measuring, model_options,
                                 options, pipeline_options)
 from bench.command_line.number_types import MOST_SECONDS, number
@@ -116,7 +116,8 @@ def default_of(name: str) -> str:
 
 def run(arguments: argparse.Namespace, comm) -> int:
     """Train, or compare meshes; return the exit status."""
-    plan, division = make_plan(arguments), config_options.read(Division, arguments)
+    plan = make_on_each_rank(lambda: make_plan(arguments), comm)    # all see the file of --model
+    division = config_options.read(Division, arguments)
     if not arguments.inside:
         return run_on(comm, arguments, plan, division)
     own = place_ranks(comm, division, arguments.inside)

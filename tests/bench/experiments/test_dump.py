@@ -520,9 +520,9 @@ def test_a_rank_that_sees_no_dump_lets_no_other_wait(comm, right):
 
 
 def test_names_that_make_no_sense_are_refused(tmp_path):
-    for text, message in (('\ufeff"a.{}" = "b"', "as many {} on both"),
-                          ("a = 1", "no object of names"), ('a = ["b", "upside-down"]', "heads, pairs, experts"),
-                          ("=", "TOML")):
+    for text, message in (('\ufeff"a.{}" = "b"', "as many {} on both"), ("=", "TOML"),
+                          ('a = ["b", "upside-down"]', "heads, pairs, experts"),
+                          ("a = 1", "no object of names")):
         (tmp_path / "own.toml").write_text(text)
         with pytest.raises(UsageError, match=message):
             names.find_rules(str(tmp_path / "own.toml"))
