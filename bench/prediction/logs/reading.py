@@ -122,7 +122,7 @@ class LogReader:
                 self._perf = found[1]
             if stripped.startswith("#"):
                 self._head(number, stripped)
-            elif self._open and stripped[:1].isdigit() and len(stripped.split()) > 1:
+            elif self._open and stripped[:1].isdecimal() and len(stripped.split()) > 1:
                 self._row(number, stripped.split())
         self._close()
 
