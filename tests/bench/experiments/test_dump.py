@@ -340,6 +340,7 @@ def test_frozen_weights_are_not_in_the_norm_and_stay(copy, right, reference):
 
 
 @pytest.mark.parametrize("key, value, message", [
+    ("n_layer", 10 ** 12, "layers=1000000000000, but only 28 tensors are there"),
     ("n_head", 5, "hidden=24 cannot be divided among heads=5"),
     ("layer_norm_epsilon", "x", "epsilon='x' should be a number above 0")])
 def test_models_that_cannot_be_are_refused(copy, key, value, message):
