@@ -130,6 +130,7 @@ BAD = {    # a line, and what is said of it
     "1024 256 float sum -1 9.0 0.1 0.2 0": "9 columns, where the heading on line 21 has 13",
     "1024 256 float sum -1 fast 0.1 0.2 0 9.0 0.1 0.2 0": "no numbers in '1024 256",
     "1024 256 float sum -1 -9.0 0.1 0.2 0 9.0 0.1 0.2 0": "1024 bytes, -9: no size and time",
+    "1024 256 float sum -1 1e-320 0.1 0.2 0 9.0 0.1 0.2 0": "1024 bytes, 9.99989e-321: no size",
     f"{10 ** 400} 256 float sum -1 9.0 0.1 0.2 0 9.0 0.1 0.2 0": f"{10 ** 400} bytes, 9: no size",
     "1024 256 float sum -1 9.0 0.1 0.2 3 9.0 0.1 0.2 0": "3 wrong results",
     "1024 256 float sum -1 9.0 0.1 50.0 0 9.0 0.1 0.2 0":
@@ -187,8 +188,11 @@ def test_tables_of_products_are_read_and_fitted():
     quoted = re.sub("[^,\n]+", '"\\g<0>"', RATES)
     assert fitting.heading(quoted) == ["dtype", "m", "n", "k", "tflops"]
     assert fitting.read_rates("gemm.csv", quoted)[0] == found
-    huge = f"dtype,m,n,k,us\nfp16,{10 ** 400},1,1,1"
-    assert "no product and time" in fitting.read_rates("gemm.csv", huge)[1][0]
+    for row in (f"{10 ** 400},1,1,1", "1,1,1,1e-320", "1,1,1,1e300"):
+        said = fitting.read_rates("gemm.csv", f"dtype,m,n,k,us\nfp16,{row}")[1]
+        assert "no product and time" in said[0]
+    apart, _ = fitting.read_rates("gemm.csv", "dtype,m,n,k,us\nfp16,1,1,1,1e20\nfp16,2,1,1,1e-9")
+    assert fitting.fit_rates(apart)["float16"].deviations
     assert fitting.heading("m,n,k," + "x" * 200_000) == []
     assert fitting.read_rates("a.csv", "m,n,k,us\n1,1,1,1")[1] == [
         "a.csv:1: columns dtype, m, n, k and one of seconds, ms, us, flops, gflops, tflops would "
