@@ -226,7 +226,7 @@ def test_a_machine_of_logs_predicts_what_the_logs_say(tmp_path, capsys):
 
 def test_without_a_machine_what_is_missing_is_said_and_written(tmp_path, capsys):
     (tmp_path / "a.log").write_text(nccl())
-    out = tmp_path / "mine.toml"
+    out = tmp_path / "mine\udcff.toml"    # whose name no file in UTF-8 has
     assert main(["calibrate", "--out", str(out), "--from", str(tmp_path / "a.log")]) == 0
     said = capsys.readouterr().out
     missing = [line.removeprefix("# missing: ") for line in out.read_text().splitlines()
