@@ -4,6 +4,7 @@ The logs are made here, by the headings and columns that these programs print, o
 latency and rate are known.
 """
 import re
+import tomllib
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from bench.__main__ import main
 from bench.errors import UsageError
 from bench.prediction.logs import fitting
 from bench.prediction.logs.reading import MESSAGE, STREAM, LogFile, LogReader
+from bench.prediction.machine_file import format_tree
 from bench.prediction.machine_model import load_machine
 from bench.prediction.seconds import collective_terms, gemm_seconds, message_steps, ring_bytes
 from bench.verbs.calibrate import log_file
@@ -224,9 +226,14 @@ def test_a_machine_of_logs_predicts_what_the_logs_say(tmp_path, capsys):
     assert str(tmp_path) not in out.read_text() + said.rpartition("machine file: ")[0]
 
 
+def test_names_in_another_encoding_are_escaped():
+    text = format_tree({"name": "a\udcff"})
+    assert tomllib.loads(text.encode().decode())["name"] == r"a\udcff"
+
+
 def test_without_a_machine_what_is_missing_is_said_and_written(tmp_path, capsys):
     (tmp_path / "a.log").write_text(nccl())
-    out = tmp_path / "mine\udcff.toml"    # whose name no file in UTF-8 has
+    out = tmp_path / "mine.toml"
     assert main(["calibrate", "--out", str(out), "--from", str(tmp_path / "a.log")]) == 0
     said = capsys.readouterr().out
     missing = [line.removeprefix("# missing: ") for line in out.read_text().splitlines()
