@@ -55,9 +55,8 @@ def begun_preset(folder: Path) -> str:
     """
     path = folder / journal.NAME
     try:
-        entries = journal.read_journal(path) if path.exists() else []
+        begun = journal.unfinished_reproduction(journal.read_journal(path))
     except OSError as error:
         raise StoreError(f"{path} cannot be read ({error.strerror}): name another folder with "
                          f"--out") from error
-    begun = journal.unfinished_reproduction(entries)
     return str(begun.settings.get("preset", "")) if begun else ""
