@@ -71,8 +71,6 @@ def _storable(value):
         return {key: _storable(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_storable(item) for item in value]
-    if isinstance(value, str):
-        return printable(value)
     if isinstance(value, float) and not value.is_integer():
         return float(f"{value:.6g}")
-    return value
+    return printable(value)

@@ -128,20 +128,13 @@ def append_entry(descriptor: int, entry: dict[str, Any]) -> None:
 
 
 def read_entries(path: Path, **fields: Any) -> list[dict[str, Any]]:
-    """Read the complete entries of a file, if it is there.
-
-    Fields of these names are of these types, if there.
-    """
+    """Read the complete entries of a file: fields of these names are of these types, if there."""
     found = []
     for line in path.read_text("utf-8", "replace").splitlines() if path.exists() else ():
-        try:
-            entry = json.loads(line)
-        except (ValueError, RecursionError):    # cut short, or another program's
-            continue
-        if isinstance(entry, dict) and all(isinstance(entry[name], kind)
-                                           for name, kind in fields.items() if name in entry):
-            found.append(entry)
-    return found
+        with contextlib.suppress(ValueError, RecursionError):    # cut short, or another program's
+            found.append(json.loads(line))
+    return [entry for entry in found if isinstance(entry, dict) and all(
+        isinstance(entry[name], kind) for name, kind in fields.items() if name in entry)]
 
 
 def read_journal(path: Path) -> list[dict[str, Any]]:

@@ -162,8 +162,7 @@ def fill_measurements(file: h5py.File, run: Measurements) -> None:
     file.attrs.update({"created": run.created, "kind": run.kind})
     for group in ("configuration", "environment"):
         file.create_group(group).attrs.update({
-            name: schema.printable(value) if isinstance(value, str) else value
-            for name, value in getattr(run, group).items()})
+            name: schema.printable(value) for name, value in getattr(run, group).items()})
     own = {schema.main_group(run.kind): Group(run.scales, run.raw)}
     if run.checks:
         own["verification"] = Group({"quantity": [check.quantity for check in run.checks]}, {

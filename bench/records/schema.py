@@ -31,10 +31,10 @@ def _number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
 
 
-def printable(text: str) -> str:
-    """Return a text with escapes for signs that nothing prints, as names of folders may have."""
-    return "".join(sign if sign.isprintable() or sign == "\n" else ascii(sign)[1:-1]
-                   for sign in text)
+def printable(value: Any) -> Any:
+    """Return a text with escapes for signs that nothing prints; any other value as it is."""
+    return value if not isinstance(value, str) else "".join(
+        one if one.isprintable() or one == "\n" else ascii(one)[1:-1] for one in value)
 
 
 def _is_policy(value: str) -> bool:
@@ -134,8 +134,7 @@ def check_needs(kind: str, found: Mapping[str, Any]) -> None:
 
     Raises ValueError when something is missing.
     """
-    common = load()["common"]
-    for name, needed in {**common["needs"], **of_kind(kind).get("needs", {})}.items():
+    for name, needed in {**load()["common"]["needs"], **of_kind(kind).get("needs", {})}.items():
         value = found.get(name)
         if value is None or isinstance(value, str) and value in ("", "none"):
             continue

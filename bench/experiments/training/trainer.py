@@ -238,8 +238,7 @@ def open_history(training: Training, course: Course) -> HistoryFile | None:
 def restore_newest(training: Training, course: Course) -> int:
     """Restore the newest checkpoint, if there is one; return the number of steps done.
 
-    Raises StoreError on every rank alike, when it is damaged, or of another model, or a rank does
-    not see the folder.
+    Raises StoreError on every rank alike, when it is damaged, of another model, or unseen by one.
     """
     if course.checkpoints is None:
         return 0
