@@ -19,7 +19,7 @@ from bench.command_line.publish import check_pictures, publish, report_failure
 from bench.errors import UsageError, WrongResult, as_usage_error
 from bench.experiments.torch.child import check_interpreter
 from bench.experiments.torch.equal_kernels import observe_products
-from bench.experiments.training import comparison, plain_gpt, record, torch_training, trainer
+from bench.experiments.training import plain_gpt, record, torch_training, trainer
 from bench.experiments.training.history import History, progress_line
 from bench.experiments.training.plan import Plan
 from bench.experiments.training.text import Text, share_text
@@ -294,6 +294,7 @@ def by_torch(arguments: argparse.Namespace, training: Training, course: Course,
 
 def compare(arguments: argparse.Namespace, plan: Plan, text: Text, out: Path, comm) -> int:
     """Compare meshes; print the table in any case, and fail where they differ."""
+    from bench.experiments.training import comparison    # which a training does without
     found = comparison.compare_meshes(comm, plan, text, lambda name: say(f"training: {name}"),
                                       arguments.watched)
     name = f"train-meshes-{comm.size}-ranks"
