@@ -24,7 +24,7 @@ def make_on_each_rank(make: Callable[[], Made], comm: Any) -> Made:
     ------
     UsageError
         The same on every rank, when `make` raises a ValueError or an OSError on one; the message
-        says on how many.
+        says on how many, if not on all.
     """
     made = problem = None
     try:
@@ -33,7 +33,8 @@ def make_on_each_rank(make: Callable[[], Made], comm: Any) -> Made:
         problem = str(error)
     problems = [text for text in comm.allgather(problem) if text]
     if problems:
-        raise UsageError(f"{problems[0]} ({len(problems)} of {comm.size} ranks)")
+        raise UsageError(problems[0] + f" ({len(problems)} of {comm.size} ranks)" * (
+            len(problems) < comm.size))
     return made
 
 

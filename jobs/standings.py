@@ -88,8 +88,8 @@ def read_submitted(work: Work, kind: str = "row") -> dict[str, list[str]]:
 
 
 def _entries(work: Work, kind: str) -> list[dict[str, str]]:
-    path = submissions_file(work)
-    return [entry for entry in (journal.read_entries(path) if path.exists() else [])
+    fields = {kind: str, "job": str, "source": str}
+    return [entry for entry in journal.read_entries(submissions_file(work), **fields)
             if {kind, "job"} <= entry.keys()]
 
 

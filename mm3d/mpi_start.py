@@ -133,7 +133,7 @@ def launch(environ: Mapping[str, str]) -> str:
 
     It is `NO_CONNECTION` if the environment names a connection to the launcher that is not open.
     """
-    if environ.get("PMI_FD", "").isdigit():    # the numbers are the same in any job
+    if environ.get("PMI_FD", "").isdecimal():    # the numbers are the same in any job
         try:
             found = os.fstat(int(environ["PMI_FD"]))
         except OSError:

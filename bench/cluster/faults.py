@@ -84,7 +84,7 @@ def main(words: Sequence[str]) -> None:
     if len(words) == 3 and list(words[:2]) == ["slow", "all"]:
         set_all_rates(parse_rate(words[2]))
         return
-    if name not in faults or len(words) != 2 + (name == "slow") or not words[1].isdigit():
+    if name not in faults or len(words) != 2 + (name == "slow") or not words[1].isdecimal():
         raise UsageError(f"{' '.join(words)!r}: cut NODE, restore NODE, kill NODE or slow NODE "
                          f"RATE would do")
     faults[name](int(words[1]))

@@ -73,7 +73,7 @@ def count_ranks(words: Sequence[str], cluster: Cluster, launcher: Launcher) -> i
             raise ValueError(f"-{option}: the emulated cluster itself says where ranks run: leave "
                              f"it out")
         if option in COUNTS:
-            if not rest or not rest[0].isdigit():
+            if not rest or not rest[0].isdecimal():
                 raise ValueError(f"-{option} {rest[0] if rest else ''}: a number of ranks would "
                                  f"do")
             total, given = total + int(rest.pop(0)), True

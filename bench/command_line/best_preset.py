@@ -55,9 +55,8 @@ def begun_preset(folder: Path) -> str:
     """
     path = folder / journal.NAME
     try:
-        entries = journal.read_entries(path) if path.exists() else []
+        begun = journal.unfinished_reproduction(journal.read_journal(path))
     except OSError as error:
         raise StoreError(f"{path} cannot be read ({error.strerror}): name another folder with "
                          f"--out") from error
-    begun = journal.unfinished_reproduction([one for one in entries if "event" in one])
     return str(begun.settings.get("preset", "")) if begun else ""

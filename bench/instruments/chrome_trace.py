@@ -5,7 +5,6 @@ with ``ts`` and ``dur`` in microseconds, and metadata events (``"M"``) that name
 """
 
 import json
-import math
 from pathlib import Path
 from typing import Any, Iterator, Sequence
 
@@ -109,6 +108,7 @@ def trace_file(file: str, name: str, cases: int) -> Path:
 # What each kind of metadata event states.
 STATED = {"process_name": ("name", str), "thread_name": ("name", str),
           "thread_sort_index": ("sort_index", int)}
+MOST = 1e18    # microseconds
 FIELDS = {"name": str, "ph": str, "ts": (int, float), "pid": int, "tid": int, "args": dict}
 
 
@@ -121,8 +121,8 @@ def find_problems(document: Any) -> list[str]:
     events = document.get("traceEvents") if isinstance(document, dict) else None
     if not isinstance(events, list):
         return ["there is no list traceEvents"]
-    found = [f"displayTimeUnit {document['displayTimeUnit']!r}: ms or ns would do"] * (
-        document.get("displayTimeUnit", "ms") not in ("ms", "ns"))
+    unit = document.get("displayTimeUnit", "ms")
+    found = [f"displayTimeUnit {unit!r}: ms or ns would do"] * (unit not in ("ms", "ns"))
     found += [f"event {number}: {problem}" for number, event in enumerate(events)
               if (problem := _event_problem(event))]
     return found or [*_track_problems(events)]
@@ -142,8 +142,7 @@ def _event_problem(event: Any) -> str:
     if event["ph"] != "X":
         return f"ph is {event['ph']!r}, where X and M are written"
     numbers = event["ts"], event.get("dur")
-    if not all(isinstance(one, (int, float)) and math.isfinite(one) and one >= 0
-               for one in numbers):
+    if not all(isinstance(one, (int, float)) and 0 <= one <= MOST for one in numbers):
         return f"ts and dur are {numbers}"
     return "" if isinstance(event.get("cat"), str) else f"cat is {event.get('cat')!r}"
 

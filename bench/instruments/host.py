@@ -176,7 +176,7 @@ def clock_speeds() -> dict[str, Setting]:
     for name, file in (("cpu_mhz_least", "cpuinfo_min_freq"), ("cpu_mhz_most",
                                                                "cpuinfo_max_freq")):
         kilohertz = _text(CPUFREQ / file).strip()
-        if kilohertz.isdigit():
+        if kilohertz.isdecimal():
             found[name] = int(kilohertz) / 1000
     governor = _text(CPUFREQ / "scaling_governor").strip()
     return found | ({"cpu_governor": governor} if governor else {})

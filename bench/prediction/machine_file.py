@@ -9,6 +9,7 @@ from bench.agreement import make_on_rank_0
 from bench.errors import UsageError
 from bench.prediction.machine_model import Machine
 from bench.records import atomic, journal
+from bench.records.schema import printable
 from mm3d.console import complain, say
 
 HEADER = """\
@@ -61,15 +62,15 @@ def format_tree(tree: dict[str, Any], missing: Sequence[str] = ()) -> str:
     """Format the fields of a machine as TOML; the first lines name those that are missing."""
     import tomli_w
     lines = "".join(f"# missing: {name}\n" for name in missing)
-    return HEADER + lines + tomli_w.dumps(_round_numbers(tree))
+    return HEADER + lines + tomli_w.dumps(_storable(tree))
 
 
-def _round_numbers(value):
-    """Round the numbers of a tree to six digits; whole numbers are kept."""
+def _storable(value):
+    """Round the numbers of a tree to six digits, whole ones not; texts are those of records."""
     if isinstance(value, dict):
-        return {key: _round_numbers(item) for key, item in value.items()}
+        return {key: _storable(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_round_numbers(item) for item in value]
+        return [_storable(item) for item in value]
     if isinstance(value, float) and not value.is_integer():
         return float(f"{value:.6g}")
-    return value
+    return printable(value)

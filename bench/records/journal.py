@@ -103,7 +103,7 @@ class Journal:
 
     def entries(self) -> list[dict]:
         """Read all complete entries."""
-        return [entry for entry in read_entries(self.path) if "event" in entry]
+        return read_journal(self.path)
 
     def held_by_parent(self) -> bool:
         """Return whether the reproduction that has locked the folder started this process."""
@@ -127,15 +127,20 @@ def append_entry(descriptor: int, entry: dict[str, Any]) -> None:
     os.fsync(descriptor)
 
 
-def read_entries(path: Path) -> list[dict[str, Any]]:
-    """Read the complete entries of a file."""
+def read_entries(path: Path, **fields: Any) -> list[dict[str, Any]]:
+    """Read the complete entries of a file: fields of these names are of these types, if there."""
     found = []
-    for line in path.read_text("utf-8", "replace").splitlines():
-        try:
+    for line in path.read_text("utf-8", "replace").splitlines() if path.exists() else ():
+        with contextlib.suppress(ValueError, RecursionError):    # cut short, or another program's
             found.append(json.loads(line))
-        except ValueError:    # cut short
-            continue
-    return [entry for entry in found if isinstance(entry, dict)]
+    return [entry for entry in found if isinstance(entry, dict) and all(
+        isinstance(entry[name], kind) for name, kind in fields.items() if name in entry)]
+
+
+def read_journal(path: Path) -> list[dict[str, Any]]:
+    """Read the complete entries of a journal."""
+    return [entry for entry in read_entries(path, event=str, at=str, order=int, settings=dict,
+                                            rows=list) if "event" in entry]
 
 
 _open: dict[Path, Journal] = {}
@@ -205,9 +210,9 @@ def unfinished_reproduction(entries: list[dict]) -> Reproduction | None:
         if entry["event"] in ("begin", "resume"):
             rows += entry.get("rows", [])
     try:
-        return begun and Reproduction(int(begun["order"]), begun["at"],
-                                      dict(begun["settings"]), tuple(dict.fromkeys(rows)))
-    except (KeyError, TypeError, ValueError):
+        return begun and Reproduction(begun["order"], begun["at"], begun["settings"],
+                                      tuple(dict.fromkeys(rows)))
+    except (KeyError, TypeError):
         return None    # written by another version: it cannot be compared
 
 

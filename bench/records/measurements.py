@@ -161,7 +161,8 @@ def fill_measurements(file: h5py.File, run: Measurements) -> None:
     """Write `run` into `file`."""
     file.attrs.update({"created": run.created, "kind": run.kind})
     for group in ("configuration", "environment"):
-        file.create_group(group).attrs.update(getattr(run, group))
+        file.create_group(group).attrs.update({
+            name: schema.printable(value) for name, value in getattr(run, group).items()})
     own = {schema.main_group(run.kind): Group(run.scales, run.raw)}
     if run.checks:
         own["verification"] = Group({"quantity": [check.quantity for check in run.checks]}, {

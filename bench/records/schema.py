@@ -31,6 +31,12 @@ def _number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
 
 
+def printable(value: Any) -> Any:
+    """Return a text with escapes for signs that nothing prints; any other value as it is."""
+    return value if not isinstance(value, str) else "".join(
+        one if one.isprintable() or one == "\n" else ascii(one)[1:-1] for one in value)
+
+
 def _is_policy(value: str) -> bool:
     try:
         return parse_policy(value).group_size <= MOST
@@ -50,8 +56,7 @@ SETTINGS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "policy": ("none, selective, full, uniform:N, or one of the last two with +selective",
                lambda value: isinstance(value, str) and _is_policy(value)),
     "flag": ("true or false", lambda value: isinstance(value, bool)),
-    "text": ("a text", lambda value: isinstance(value, str) and all(
-        line.isprintable() for line in value.split("\n")))}
+    "text": ("a text", lambda value: isinstance(value, str) and printable(value) == value)}
 
 
 @functools.cache
@@ -129,8 +134,7 @@ def check_needs(kind: str, found: Mapping[str, Any]) -> None:
 
     Raises ValueError when something is missing.
     """
-    common = load()["common"]
-    for name, needed in {**common["needs"], **of_kind(kind).get("needs", {})}.items():
+    for name, needed in {**load()["common"]["needs"], **of_kind(kind).get("needs", {})}.items():
         value = found.get(name)
         if value is None or isinstance(value, str) and value in ("", "none"):
             continue

@@ -3,6 +3,7 @@
 import argparse
 from typing import Any
 
+from bench.agreement import make_on_each_rank
 from bench.command_line import measuring
 from bench.errors import UsageError
 from bench.experiments.dump.dumps import Dump, check_same_start, read_dump
@@ -34,9 +35,10 @@ def run(arguments: argparse.Namespace, comm: Any) -> int:
     """
     if not arguments.dumps or arguments.against and len(arguments.dumps) > 1:
         raise UsageError("judge DUMP judges a dump, or several; with --against one")
-    dumps = [read_dump(folder, arguments.names) for folder in arguments.dumps]
+    folders = arguments.dumps + [arguments.against] * bool(arguments.against)
+    dumps = make_on_each_rank(    # one of which may not see them
+        lambda: [read_dump(folder, arguments.names) for folder in folders], comm)
     if arguments.against:
-        dumps.append(read_dump(arguments.against, arguments.names))
         check_same_start(*dumps)
     for dump in dumps:
         if dump.model.layers > 1 and dump.model.experts and dump.model.experts.balance:

@@ -175,7 +175,8 @@ def _measure(arguments: argparse.Namespace, comm) -> int:
     from bench.prediction.beside_measured import read_measured
     from bench.records.journal import claim_folder
     from bench.reports.measured_tables import compare_predictions
-    machine = machine_model.load_machine(arguments.machine, arguments.dtype)
+    machine = broadcast_from_rank_0(
+        lambda: machine_model.load_machine(arguments.machine, arguments.dtype), comm)
     known = sorted({axis for scheme in registry().values() for axis in scheme.directions})
     unknown = [axis for axis in arguments.inside if axis not in known]
     if unknown:

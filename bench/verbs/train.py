@@ -11,7 +11,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from bench.agreement import make_on_rank_0
+from bench.agreement import make_on_each_rank, make_on_rank_0
 from bench.command_line import (config_options, expert_options, measuring, model_options,
                                 options, pipeline_options)
 from bench.command_line.number_types import MOST_SECONDS, number
@@ -19,7 +19,7 @@ from bench.command_line.publish import check_pictures, publish, report_failure
 from bench.errors import UsageError, WrongResult, as_usage_error
 from bench.experiments.torch.child import check_interpreter
 from bench.experiments.torch.equal_kernels import observe_products
-from bench.experiments.training import comparison, plain_gpt, record, torch_training, trainer
+from bench.experiments.training import plain_gpt, record, torch_training, trainer
 from bench.experiments.training.history import History, progress_line
 from bench.experiments.training.plan import Plan
 from bench.experiments.training.text import Text, share_text
@@ -116,7 +116,8 @@ def default_of(name: str) -> str:
 
 def run(arguments: argparse.Namespace, comm) -> int:
     """Train, or compare meshes; return the exit status."""
-    plan, division = make_plan(arguments), config_options.read(Division, arguments)
+    plan = make_on_each_rank(lambda: make_plan(arguments), comm)    # all see the file of --model
+    division = config_options.read(Division, arguments)
     if not arguments.inside:
         return run_on(comm, arguments, plan, division)
     own = place_ranks(comm, division, arguments.inside)
@@ -293,6 +294,7 @@ def by_torch(arguments: argparse.Namespace, training: Training, course: Course,
 
 def compare(arguments: argparse.Namespace, plan: Plan, text: Text, out: Path, comm) -> int:
     """Compare meshes; print the table in any case, and fail where they differ."""
+    from bench.experiments.training import comparison    # which a training does without
     found = comparison.compare_meshes(comm, plan, text, lambda name: say(f"training: {name}"),
                                       arguments.watched)
     name = f"train-meshes-{comm.size}-ranks"

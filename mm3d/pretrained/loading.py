@@ -1,5 +1,6 @@
 """Load a model of Hugging Face onto a mesh: each rank reads its own blocks."""
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -71,8 +72,8 @@ def load_pretrained(folder: str | Path, mesh: Mesh, *, batch: int, seq: int,
         config = Config.of(vars(model_from_config(folder, batch=batch, seq=seq)) | fields)
         keys = given["keys"] = read_config(folder)
         kind = keys["model_type"]
-        pieces = model_pieces(kind, config.model)
         tensors = find_tensors(folder, kind)
+        pieces = model_pieces(kind, config.model, len(tensors))
         if config.model.tied:    # some files have the table twice
             tensors.pop(*HEAD["head.weight"], None)
         rows = keys[FAMILIES[kind].sizes["positions"]]
@@ -89,8 +90,14 @@ def load_pretrained(folder: str | Path, mesh: Mesh, *, batch: int, seq: int,
     return model
 
 
-def model_pieces(kind: str, model: Model) -> dict[str, list[Piece]]:
-    """Return the pieces of tensors that each parameter of a model is, by name."""
+def model_pieces(kind: str, model: Model, tensors: float = math.inf) -> dict[str, list[Piece]]:
+    """Return the pieces of tensors that each parameter of a model is, by name.
+
+    Raises ValueError for more layers than there are `tensors`, before it lists them.
+    """
+    if model.layers > tensors:
+        raise ValueError(f"layers={model.layers}, but only {tensors} tensors are there: as many "
+                         f"layers as these are of would do")
     sizes = ModelSizes(*(getattr(model, name) for name in SIZES), model.architecture)
     return {name: pieces_of(kind, name, shape, sizes)
             for name, shape in parameter_shapes(model).items()}

@@ -373,7 +373,7 @@ LOADED = {
     "draw schedule --schedule 1f1b --stages 2 --microbatches 2": (42, 3850),
     "run --help": (132, 18000),
     "reproduce --help": (129, 18400),
-    "train --help": (179, 23750)}
+    "train --help": (178, 23550)}
 SAY_LOADED = """
 import contextlib, io, sys
 import mm3d

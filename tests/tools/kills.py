@@ -51,7 +51,7 @@ def killed(folder: Path, seconds: float, begun: bool, *options: str) -> bool:
 
 def journal_of(folder: Path) -> list[dict]:
     """The entries of a journal that are whole."""
-    return read_entries(folder / NAME) if (folder / NAME).exists() else []
+    return read_entries(folder / NAME)
 
 
 def check(folder: Path, seen: dict[str, str]) -> None:

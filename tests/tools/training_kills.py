@@ -87,7 +87,7 @@ class Job:
     def lines(self) -> list[dict]:
         """The history, without the seconds of steps; a line that was cut short is left out."""
         return [{key: value for key, value in entry.items() if key != "seconds"}
-                for entry in (read_entries(self.history) if self.history.exists() else ())]
+                for entry in read_entries(self.history)]
 
 
 def memory_of(folder: Path) -> Path:

@@ -101,7 +101,7 @@ def read_dump(folder: str | Path, names: str = "huggingface") -> Dump:
                        shape, about, *kinds)
         tokens, targets, _ = check_batch(batch["tokens"], batch["targets"], shape, model.vocab,
                                          model.ignored)
-        shapes = tensor_shapes(model_pieces(config["model_type"], model))
+        shapes = tensor_shapes(model_pieces(config["model_type"], model, len(raw)))
     except OSError as error:
         what = f"{error.filename}: {error.strerror}" if error.strerror else error
         raise UsageError(f"{what}; results/judge/README.rst says what a dump has") from error

@@ -14,14 +14,13 @@ A rule may have several names: their rows are one after another in the tensor.
 
 import json
 import re
-import tomllib
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Iterator, Mapping
 
 import numpy as np
 
 from bench.errors import UsageError
+from bench.text_files import read_text, read_toml
 
 ARRANGEMENTS = ("transposed", "heads", "pairs", "experts", "groups")
 # What wrappers of PyTorch put into names.
@@ -122,13 +121,10 @@ def find_rules(names: str, family: str = "gpt2") -> list[Rule]:
     if names in TABLES:
         table = TABLES[names] if family == "gpt2" else LLAMA_TABLES.get(names, TABLES[names])
         return [_rule(names, *one) for one in table.items()]
-    path = Path(names)
-    if not path.is_file():
-        raise UsageError(f"--names {names}: no such file, and no table: {', '.join(TABLES)} "
-                         f"would do, or a file of TOML or JSON")
+    text = read_text(names, f"--names {names}", f"a table, {', '.join(TABLES)}, or a file of TOML "
+                                                f"or JSON,")
     try:
-        text = path.read_text("utf-8")
-        found = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+        found = json.loads(text) if names.endswith(".json") else read_toml(text)
         return [_rule(names, *one) for one in found.items()]
     except (ValueError, AttributeError, TypeError, RecursionError) as error:
         raise error if isinstance(error, UsageError) else UsageError(

@@ -22,6 +22,7 @@ from bench.records.measurements import Setting
 
 NAME = "history.jsonl"
 RECENT = 20    # steps that give the speed in progress lines
+NUMBERS = ("loss", "seconds", "validation", "entropy", "dropped")    # of a step, in a line
 COLLAPSED = 0.75    # progress warns below this entropy of utilisation: half of 8 experts have 0.67
 
 
@@ -52,7 +53,7 @@ class History:
 
     def add(self, entry: dict[str, Any]) -> None:
         """Add a line of the file."""
-        for name in entry.keys() & {"loss", "seconds", "validation", "entropy", "dropped"}:
+        for name in entry.keys() & {*NUMBERS}:
             getattr(self, "losses" if name == "loss" else name)[entry["step"]] = entry[name]
 
     def before(self, step: int) -> "History":
@@ -90,13 +91,15 @@ class HistoryFile:
             self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND,
                                        atomic.SHARED)
             self._lock()
-            entries = read_entries(self.path)
+            entries = read_entries(self.path, settings=dict, step=int,
+                                   **dict.fromkeys(NUMBERS, int | float))
         except OSError as error:
             raise StoreError(f"{self.path} cannot be opened ({error.strerror}): name another "
                              f"folder with --checkpoints") from error
         self.history = History()
         for entry in entries:
-            self.history.add(entry)
+            if "step" in entry:
+                self.history.add(entry)
         known = next((entry["settings"] for entry in entries if "settings" in entry), None)
         if known is None:
             self.write({"settings": settings})

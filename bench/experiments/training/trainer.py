@@ -4,12 +4,13 @@ import math
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Callable
 
 import mm3d
-from bench.agreement import broadcast_from_rank_0, make_on_rank_0
+from bench.agreement import agree, broadcast_from_rank_0, make_on_rank_0
 from bench.errors import StoreError, WrongResult, as_usage_error
-from bench.experiments.training.history import History, HistoryFile
+from bench.experiments.training.history import NAME, History, HistoryFile
 from bench.experiments.training.plan import Plan, make_optimizer
 from bench.experiments.training.stopping import Stop, stop_on_request
 from bench.experiments.training.text import Text
@@ -237,10 +238,14 @@ def open_history(training: Training, course: Course) -> HistoryFile | None:
 def restore_newest(training: Training, course: Course) -> int:
     """Restore the newest checkpoint, if there is one; return the number of steps done.
 
-    Raises StoreError on every rank alike, when it is damaged, or of another model.
+    Raises StoreError on every rank alike, when it is damaged, of another model, or unseen by one.
     """
     if course.checkpoints is None:
         return 0
+    comm = training.comm    # before anything is trained that no rank could save
+    agree("" if Path(course.checkpoints, NAME).exists() else (
+        f"--checkpoints {course.checkpoints}: rank {comm.rank} does not see what rank 0 has "
+        f"written there; a folder that all ranks share would do"), comm, StoreError)
     try:
         return mm3d.restore(course.checkpoints, training.model, training.optimizer).step
     except FileNotFoundError:    # a new training

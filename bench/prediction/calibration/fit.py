@@ -47,8 +47,12 @@ class ProductFit:
 
     @property
     def deviations(self) -> dict[str, float]:
-        """Return measured over fitted seconds by shape, as `Machine.gemm_deviations`."""
-        return {"x".join(map(str, shape)): 1 / (1 + error) for shape, error in self.errors.items()}
+        """Return measured over fitted seconds by shape, as `Machine.gemm_deviations`.
+
+        Of a shape whose fit is nothing beside what was measured nothing is known.
+        """
+        return {"x".join(map(str, shape)): 1 / (1 + error) for shape, error in self.errors.items()
+                if error > -1}
 
 
 def fit_machine(record: Measurements) -> Machine:

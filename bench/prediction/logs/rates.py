@@ -5,6 +5,7 @@ import io
 import math
 
 from bench.prediction.calibration.fit import Shape
+from bench.prediction.logs.reading import LEAST
 from mm3d.names import find_name
 
 # Columns that state a product's time: seconds of a unit, or operations a second of one.
@@ -84,7 +85,8 @@ def _product(row: dict[str, str], told: str) -> tuple[str, Shape, float]:
         shape, value = tuple(int(row[name]) for name in "mnk"), float(row[told])
     except ValueError:
         raise ValueError(f"no numbers in {','.join(row.values())!r}") from None
-    if not 1 <= min(shape) <= max(shape) <= MOST or not 0 < value < math.inf:
+    if not 1 <= min(shape) <= max(shape) <= MOST or not (
+            LEAST < value < 1 / LEAST):
         raise ValueError(f"{' x '.join(map(str, shape))}, {value:g} {told}: no product and time")
     flops = 2.0 * math.prod(shape)
     return dtype, shape, value * SECONDS[told] if told in SECONDS else flops / (

@@ -4,7 +4,6 @@ The columns are found by their names, so that rows of old and new versions are r
 other programs have written into, only rows under a known heading count.
 """
 
-import math
 import re
 from collections import Counter
 from dataclasses import dataclass, field
@@ -28,6 +27,7 @@ TITLE = re.compile(r"# OSU MPI\S* (.+?) Test\b")
 BENCHMARK = re.compile(r"#\s*Benchmarking\s+(\S+)")
 PROCESSES = re.compile(r"#\s*#processes\s*=\s*(\d+)")
 MOST_BYTES = 2 ** 60    # of a message
+LEAST = 1e-30    # of a time or a rate that is given, whatever its unit; its inverse is the most
 TOLERANCE = 0.02    # of the printed bus bandwidth, which is rounded
 
 
@@ -122,7 +122,7 @@ class LogReader:
                 self._perf = found[1]
             if stripped.startswith("#"):
                 self._head(number, stripped)
-            elif self._open and stripped[:1].isdigit() and len(stripped.split()) > 1:
+            elif self._open and stripped[:1].isdecimal() and len(stripped.split()) > 1:
                 self._row(number, stripped.split())
         self._close()
 
@@ -194,7 +194,7 @@ class LogReader:
             return self._problem(number, f"no numbers in {' '.join(words)!r}")
         if size == 0 and head.kind != MESSAGE:
             return None    # which moves nothing
-        if not 0 < value < math.inf or not 0 <= size <= MOST_BYTES:
+        if not LEAST < value < 1 / LEAST or not 0 <= size <= MOST_BYTES:
             return self._problem(number, f"{size} bytes, {value:g}: no size and time")
         seconds = size / value / 1e6 if head.kind == STREAM else value / 1e6
         whole = size * head.ranks if head.program != NCCL and head.kind in BLOCKS else size

@@ -99,7 +99,7 @@ def test_ranks_of_a_command_line(launcher, words, ranks):
 
 @pytest.mark.parametrize("launcher, words, message", [
     (MPICH, "-n 5 prog", "5 ranks on 2 nodes of 2: at most 4"),
-    (MPICH, "-n many prog", "-n many: a number"), (MPICH, "-n", "a number of ranks"),
+    (MPICH, "-n ² prog", "-n ²: a number"), (MPICH, "-n", "a number of ranks"),
     (MPICH, "-hosts a,b -n 2 prog", "-hosts: the emulated cluster itself"),
     (OPEN_MPI, "--host a:2 -n 2 prog", "-host: the emulated cluster itself"),
     (OPEN_MPI, "--map-by node prog", "-map-by: the emulated cluster itself"),

@@ -27,6 +27,7 @@ from bench.experiments.dump.places import LOSS, Place, in_order
 from bench.experiments.dump.telling import tell_both
 from bench.experiments.dump.tensor_files import read_tensors
 from bench.experiments.dump.verdicts import judge, program_of, start_of
+from bench.verbs import judge as judge_verb
 from planted import write_tensors
 from planted_faults import FAULTS as SIMPLE
 from reported_faults import REPORTED
@@ -339,6 +340,7 @@ def test_frozen_weights_are_not_in_the_norm_and_stay(copy, right, reference):
 
 
 @pytest.mark.parametrize("key, value, message", [
+    ("n_layer", 10 ** 12, "layers=1000000000000, but only 28 tensors are there"),
     ("n_head", 5, "hidden=24 cannot be divided among heads=5"),
     ("layer_norm_epsilon", "x", "epsilon='x' should be a number above 0")])
 def test_models_that_cannot_be_are_refused(copy, key, value, message):
@@ -511,14 +513,21 @@ def test_one_tensor_may_be_several_of_hugging_face():
     assert np.array_equal(np.concatenate([part for _, _, part in found]), up.reshape(-1, 5))
 
 
+@pytest.mark.ranks(2)
+def test_a_rank_that_sees_no_dump_lets_no_other_wait(comm, right):
+    folder = "none" if comm.rank else str(right.folder)
+    with pytest.raises(UsageError, match=r"^none is not there.*\(1 of 2 ranks\)$"):
+        judge_verb.run(SimpleNamespace(dumps=[folder], against=None, names="huggingface"), comm)
+
+
 def test_names_that_make_no_sense_are_refused(tmp_path):
-    for text, message in (('"a.{}" = "b"', "as many {} on both"), ("a = 1", "no object of names"),
+    for text, message in (('\ufeff"a.{}" = "b"', "as many {} on both"), ("=", "TOML"),
                           ('a = ["b", "upside-down"]', "heads, pairs, experts"),
-                          ("=", "TOML")):
+                          ("a = 1", "no object of names")):
         (tmp_path / "own.toml").write_text(text)
         with pytest.raises(UsageError, match=message):
             names.find_rules(str(tmp_path / "own.toml"))
-    with pytest.raises(UsageError, match="no such file, and no table: huggingface, transformers"):
+    with pytest.raises(UsageError, match="no such file; a table, huggingface, transformers,"):
         names.find_rules("nemo")
 
 

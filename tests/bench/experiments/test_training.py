@@ -85,7 +85,7 @@ def test_what_goes_wrong_with_its_files_is_one_line_on_every_rank_and_nothing_is
     """A full disk for the history and for a checkpoint, and a torn one; then it goes on."""
     course = replace(COURSE, checkpoints=str(shared_tmp_path / "saved"))
 
-    def refused(said: str) -> None:
+    def refused(said: str, course: Course = course) -> None:
         with pytest.raises(StoreError, match=said) as caught:
             run(comm, course)
         text = comm.allgather(str(caught.value))
@@ -93,6 +93,8 @@ def test_what_goes_wrong_with_its_files_is_one_line_on_every_rank_and_nothing_is
 
     def full(*given):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    refused("rank 1 does not see what rank 0 has written", replace(
+        course, checkpoints=str(shared_tmp_path / f"of-{comm.rank}")))
     wrote = []
     with monkeypatch.context() as patch:
         patch.setattr(history, "append_entry", lambda file, entry: (

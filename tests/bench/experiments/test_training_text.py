@@ -71,7 +71,8 @@ def test_a_history_goes_on_and_later_lines_count(tmp_path):
     file.write({"step": 2, "validation": 3.5})
     file.close()
     with open(tmp_path / "new" / "history.jsonl", "a") as cut:
-        cut.write('{"step": 3, "lo')    # a kill
+        cut.write('{"settings": 3}\n{"loss": 1.0}\n{"step": [0], "loss": 1.0}\n'
+                  '{"step": 0, "loss": null}\n{"step": 3, "lo')    # another program's, and a kill
     file = HistoryFile(tmp_path / "new", settings)
     assert file.history.losses == {0: 5.0, 1: 4.5, 2: 3.0}
     before = file.history.before(2)

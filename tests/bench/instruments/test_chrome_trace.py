@@ -109,11 +109,14 @@ BREAK = {    # what is changed, and what is said of it
     "track": (lambda trace: trace["traceEvents"][-1].update(tid="1"), "tid is '1'"),
     "true": (lambda trace: trace["traceEvents"][-1].update(pid=True), "pid is True"),
     "time": (lambda trace: trace["traceEvents"][-1].update(ts=float("nan")), "ts and dur are"),
+    "late": (lambda trace: trace["traceEvents"][-1].update(dur=10 ** 400), "ts and dur are"),
     "length": (lambda trace: trace["traceEvents"][-1].pop("dur"), "ts and dur are"),
     "category": (lambda trace: trace["traceEvents"][-1].pop("cat"), "cat is None"),
     "metadata": (lambda trace: trace["traceEvents"][1].update(args={}), "thread_name states {}"),
     "nameless": (lambda trace: trace["traceEvents"].pop(1), "track (0, 0) has no name"),
-    "overlap": (lambda trace: trace["traceEvents"][-1].update(dur=9e6), "ends after the span")}
+    "overlap": (lambda trace: trace["traceEvents"][-1].update(dur=9e6), "ends after the span"),
+    "foreign": (lambda trace: [trace.pop("displayTimeUnit"), trace["traceEvents"].append(3)],
+                "is no object")}
 
 
 @pytest.mark.parametrize("name", BREAK)

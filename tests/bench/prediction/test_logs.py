@@ -4,6 +4,7 @@ The logs are made here, by the headings and columns that these programs print, o
 latency and rate are known.
 """
 import re
+import tomllib
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from bench.__main__ import main
 from bench.errors import UsageError
 from bench.prediction.logs import fitting
 from bench.prediction.logs.reading import MESSAGE, STREAM, LogFile, LogReader
+from bench.prediction.machine_file import format_tree
 from bench.prediction.machine_model import load_machine
 from bench.prediction.seconds import collective_terms, gemm_seconds, message_steps, ring_bytes
 from bench.verbs.calibrate import log_file
@@ -130,6 +132,7 @@ BAD = {    # a line, and what is said of it
     "1024 256 float sum -1 9.0 0.1 0.2 0": "9 columns, where the heading on line 21 has 13",
     "1024 256 float sum -1 fast 0.1 0.2 0 9.0 0.1 0.2 0": "no numbers in '1024 256",
     "1024 256 float sum -1 -9.0 0.1 0.2 0 9.0 0.1 0.2 0": "1024 bytes, -9: no size and time",
+    "1024 256 float sum -1 1e-320 0.1 0.2 0 9.0 0.1 0.2 0": "1024 bytes, 9.99989e-321: no size",
     f"{10 ** 400} 256 float sum -1 9.0 0.1 0.2 0 9.0 0.1 0.2 0": f"{10 ** 400} bytes, 9: no size",
     "1024 256 float sum -1 9.0 0.1 0.2 3 9.0 0.1 0.2 0": "3 wrong results",
     "1024 256 float sum -1 9.0 0.1 50.0 0 9.0 0.1 0.2 0":
@@ -187,8 +190,11 @@ def test_tables_of_products_are_read_and_fitted():
     quoted = re.sub("[^,\n]+", '"\\g<0>"', RATES)
     assert fitting.heading(quoted) == ["dtype", "m", "n", "k", "tflops"]
     assert fitting.read_rates("gemm.csv", quoted)[0] == found
-    huge = f"dtype,m,n,k,us\nfp16,{10 ** 400},1,1,1"
-    assert "no product and time" in fitting.read_rates("gemm.csv", huge)[1][0]
+    for row in (f"{10 ** 400},1,1,1", "1,1,1,1e-320", "1,1,1,1e300"):
+        said = fitting.read_rates("gemm.csv", f"dtype,m,n,k,us\nfp16,{row}")[1]
+        assert "no product and time" in said[0]
+    apart, _ = fitting.read_rates("gemm.csv", "dtype,m,n,k,us\nfp16,1,1,1,1e20\nfp16,2,1,1,1e-9")
+    assert fitting.fit_rates(apart)["float16"].deviations
     assert fitting.heading("m,n,k," + "x" * 200_000) == []
     assert fitting.read_rates("a.csv", "m,n,k,us\n1,1,1,1")[1] == [
         "a.csv:1: columns dtype, m, n, k and one of seconds, ms, us, flops, gflops, tflops would "
@@ -218,6 +224,11 @@ def test_a_machine_of_logs_predicts_what_the_logs_say(tmp_path, capsys):
     assert "between.log: nccl-tests all_reduce of 16 ranks; 10 sizes" in machine.sources["network"]
     assert machine.sources["memory_bytes"].startswith("of dgx-h100: NVIDIA")
     assert str(tmp_path) not in out.read_text() + said.rpartition("machine file: ")[0]
+
+
+def test_names_in_another_encoding_are_escaped():
+    text = format_tree({"name": "a\udcff"})
+    assert tomllib.loads(text.encode().decode())["name"] == r"a\udcff"
 
 
 def test_without_a_machine_what_is_missing_is_said_and_written(tmp_path, capsys):

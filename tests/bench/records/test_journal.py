@@ -253,11 +253,15 @@ def test_a_claim_ends_with_its_process(tmp_path):
     mine.close()
 
 
-def test_entries_that_were_cut_short_are_left_out(tmp_path):
+@pytest.mark.parametrize("line", [
+    '{"event": "row", "row": "b', "[" * 10 ** 5, '{"event": "begin", "rows": 3}', '{"event": []}',
+    '{"event": "begin", "order": Infinity}', '{"event": "begin", "at": 3}',
+    '{"event": "begin", "settings": 3}'])
+def test_entries_that_were_cut_short_or_are_of_another_kind_are_left_out(tmp_path, line):
     log = Journal(tmp_path)
     log.write("row", row="a")
     with open(log.path, "a") as file:
-        file.write('{"event": "row", "row": "b')
+        file.write(line)
     log.write("row", row="c")
     assert [entry["row"] for entry in log.entries()] == ["a", "c"]
     log.close()

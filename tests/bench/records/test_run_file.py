@@ -20,10 +20,13 @@ ROW = select_rows("weak", "3d")[0]
 
 
 def test_read_returns_what_was_written(tmp_path):
+    """Signs that nothing prints or encodes, as in names of folders, are escaped."""
     run = made_up(ROW)
+    run.environment["command"] = "--out a\tb\udcff\nc"
     path = run_file.write_run(run, tmp_path, "weak-3d")
     assert path.name == "weak-3d-20300102T030405Z.h5"
     found = run_file.read_run(path)
+    run.environment["command"] = r"--out a\tb\udcff" "\nc"
     for name in ("configuration", "environment", "published", "checks", "created"):
         assert getattr(found, name) == getattr(run, name)
     for name in ("samples", "traffic"):

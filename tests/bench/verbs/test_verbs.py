@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 from mpi4py import MPI
@@ -188,6 +189,20 @@ def test_ranks_with_different_words_are_all_refused(comm, monkeypatch, capfd):
     monkeypatch.setattr(sys, "argv", ["bench", "run"])
     monkeypatch.setenv("MM3D_BACKEND", "numpy" * comm.rank)
     refuse_different_words()    # which by default is NumPy
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("words, file", [
+    ("train --model own.toml", "models/gpt-3-175b.toml"),
+    ("predict --matmul 8 --machine own.toml", "machines/cpu.toml")])
+def test_a_file_that_one_rank_does_not_see_lets_no_other_wait(words, file, comm, tmp_path,
+                                                              monkeypatch, capfd):
+    monkeypatch.setattr(MPI, "COMM_WORLD", comm)
+    monkeypatch.chdir(tmp_path)
+    if comm.rank:
+        Path("own.toml").write_bytes((ROOT / "bench/prediction" / file).read_bytes())
+    assert main(words.split()) == 2
+    assert capfd.readouterr().err.count("own.toml: there is no such file") == (not comm.rank)
 
 
 @pytest.mark.parametrize("words", [

@@ -207,6 +207,7 @@ def spoil(what):
     ("damaged", OSError, r"model.safetensors cannot be read"),
     ("index", ValueError, r"is no index of safetensors files$"),
     ("nothing", FileNotFoundError, r"has no model.safetensors and no model.safetensors.index"),
+    ("layers", ValueError, "layers=1000000000000, but only 21 tensors are there"),
     ("config", FileNotFoundError, r"config.json")])
 def test_files_are_refused_in_one_line_before_communication(comm, folder, what, kind, said):
     arrays, files = spoil(what)
@@ -224,6 +225,9 @@ def test_files_are_refused_in_one_line_before_communication(comm, folder, what, 
             index.write_text("[]" if what == "index" else json.dumps(every))
         elif what == "damaged":
             (path / "model.safetensors").write_bytes(b"\x10" + bytes(20))
+        elif what == "layers":
+            about = json.loads((path / "config.json").read_text())
+            (path / "config.json").write_text(json.dumps(about | {"num_hidden_layers": 10 ** 12}))
         elif what in ("nothing", "config"):
             (path / ("config.json" if what == "config" else "model.safetensors")).unlink()
     comm.Barrier()
