@@ -23,24 +23,7 @@ VARIANT_DTYPES = tuple(dict.fromkeys([PLAIN_DTYPE, *DTYPES, *DTYPES_16_BIT]))
 
 @dataclass(frozen=True)
 class Variant(PlainFields):
-    """Options in which a row differs from the tables' rows, which are called plain.
-
-    Attributes
-    ----------
-    keep : {"none", "weight", "both"}
-        Which gathered operands are kept from forward to backward; an option of some schemes.
-    overlap : int
-        Panels of rows in which communication overlaps with products, 0 if it does not; an option
-        of some schemes.
-    causal : bool
-        Whether attention is causal.
-    dtype : str
-        The dtype of every array.
-    tf32 : bool
-        Whether float32 products may round their factors to TensorFloat-32.
-    work : {"compute", "wait"}
-        Whether ranks compute, or wait for the modelled seconds of their work.
-    """
+    """Options in which a row differs from the tables' rows, which are called plain."""
 
     keep: str = said("gathered operands that {schemes} keeps from forward for backward", "none",
                      choices=("none", "weight", "both"))

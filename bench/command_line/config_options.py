@@ -20,7 +20,7 @@ class Told(str):
 
 def told(kind: type, names: Iterable[str], **said: Any) -> dict[str, Told]:
     """Return defaults that are told alone: what is `said`, or those of the fields."""
-    found = {one.name: one for one in fields(kind)}
+    found = kind.__dataclass_fields__
     return {name: Told(said.get(name, _shown(found[name], found[name].default)))
             for name in names}
 
@@ -62,8 +62,7 @@ def add_fields(parser: argparse._ActionsContainer, kind: type, names: Iterable[s
     **particular
         Arguments of ``add_argument`` that are those of this verb, such as narrower choices.
     """
-    found = {one.name: one for one in fields(kind)}
-    for one in map(found.__getitem__, names):
+    for one in map(kind.__dataclass_fields__.__getitem__, names):
         how, default = one.metadata, defaults.get(one.name, one.default)
         text, shown = how.get("contrary", how["about"]), _shown(one, default)
         if "{schemes}" in text:
@@ -74,19 +73,18 @@ def add_fields(parser: argparse._ActionsContainer, kind: type, names: Iterable[s
             text += f": {', '.join(registry())}"
         ending = f" (default {shown})".replace(" :", ":") * (shown != "")
         values = {"default": None if isinstance(default, Told) else default, **_values(one)}
-        parser.add_argument(f"--{option_of(one)}", **{
+        parser.add_argument(f"--{name_of(one).replace('_', '-')}", **{
             **values, "help": about.format(text) + ending, **particular}).field = one
 
 
-def option_of(one: Field) -> str:
-    """Return the name of the option of a field; "" if it has none."""
-    return one.metadata.get("option", one.name).replace("_", "-")
+def name_of(one: Field) -> str:
+    """Return the name under which a command line has the option of a field; "" for no option."""
+    return one.metadata.get("option", one.name).replace("-", "_")
 
 
 def names_of(kind: type, names: Iterable[str]) -> list[str]:
-    """Return the names under which a command line has the options of fields."""
-    found = {one.name: one for one in fields(kind)}
-    return [option_of(found[name]).replace("-", "_") for name in names]
+    """Return the names of several."""
+    return [name_of(kind.__dataclass_fields__[name]) for name in names]
 
 
 def _shown(one: Field, default: Any) -> str:
@@ -120,10 +118,9 @@ def _values(one: Field) -> dict[str, Any]:
 
 def given(kind: type, arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the fields of a configuration that options of a command line say."""
-    found = {one: getattr(arguments, option_of(one).replace("-", "_"), None)
-             for one in fields(kind)}
-    return {one.name: value is not True if "contrary" in one.metadata else value
-            for one, value in found.items() if value is not None and value is not False}
+    found = options.given_of(arguments, map(name_of, fields(kind)))
+    return {one.name: "contrary" not in one.metadata and found[name_of(one)]
+            for one in fields(kind) if name_of(one) in found}
 
 
 def read(kind: Any, arguments: argparse.Namespace, **more: Any) -> Any:

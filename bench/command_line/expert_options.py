@@ -43,10 +43,8 @@ def experts_of(arguments: argparse.Namespace) -> Experts | None:
     """
     if arguments.experts is not None:
         return experts_from(arguments, Experts.capacity)
-    for name in OPTIONS:
-        value = getattr(arguments, name)
-        if value is not None and value is not False:
-            raise options.without_effect(name, value, "--experts 8")
+    for name, value in options.given_of(arguments, OPTIONS).items():
+        raise options.without_effect(name, value, "--experts 8")
     return None
 
 

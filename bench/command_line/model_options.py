@@ -79,6 +79,4 @@ def words_of(arguments: argparse.Namespace) -> str:
 
 def _words(arguments: argparse.Namespace, names: Iterable[str]) -> list[str]:
     """Return those of some options that were given, as words."""
-    given = {name: getattr(arguments, name, None) for name in names}
-    return [options.written(name, value) for name, value in given.items()
-            if value is not None and value is not False]
+    return [options.written(*one) for one in options.given_of(arguments, names).items()]

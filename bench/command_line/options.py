@@ -57,6 +57,13 @@ def without_effect(name: str, value: Any, remedy: str) -> UsageError:
                       f"it out")
 
 
+def given_of(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
+    """Return those of some options that were given, and their values; 0 is one."""
+    found = {name: getattr(arguments, name, None) for name in names}
+    return {name: value for name, value in found.items()
+            if value is not None and value is not False}
+
+
 def refuse(arguments: argparse.Namespace, names: Iterable[str], remedy: str) -> None:
     """Raise UsageError if one of these options was given, as it was written."""
     for name in names:

@@ -26,21 +26,7 @@ VERIFIED_SCALE = 128.0    # of the loss in float16: gradients neither vanish nor
 
 @dataclass(frozen=True)
 class Course:
-    """When a training validates, saves checkpoints, and stops.
-
-    Attributes
-    ----------
-    validate_every, validation_batches : int
-        Steps between two validations, and batches of each.
-    checkpoints : path or None
-        The folder of checkpoints and of the history; None for none.
-    save_every, keep : int
-        Steps between two checkpoints, and how many of the newest are kept.
-    max_seconds : float, optional
-        The time after which to stop with a checkpoint.
-    stop_file : path, optional
-        Stop with a checkpoint when this file exists.
-    """
+    """When a training validates, saves checkpoints, and stops."""
 
     validate_every: int = said("steps between two validations with the end of the text, a tenth "
                                "of it, that is held out", 50, least=1)
