@@ -14,6 +14,8 @@ from bench.records.notes import counted
 from bench.document import Column, Table
 from bench.reports.formats import format_text
 from bench.command_line import options, row_options
+from bench.command_line.config_options import add_fields, told
+from bench.command_line.number_types import whole
 from bench.command_line.parser import Parser
 from bench.prediction.pipelines.waited_step import find_machine
 from jobs import fitting, scripts, single, site as sites, slurm, standings
@@ -21,6 +23,7 @@ from jobs.collect import collect, format_standing
 from jobs.own_options import list_verb_problems
 from jobs.scripts import Row, Work
 from jobs.standings import DONE, UNCLEAR, UNDER_WAY
+from mm3d.config import Division
 from mm3d.console import complain, protect, say
 from mm3d.schemes import find_scheme
 
@@ -48,7 +51,7 @@ def parser() -> Parser:
                                  help="one job array for each rank count instead of one job a row")
     found["submit"].add_argument("--test-only", action="store_true",
                                  help="only ask Slurm whether it would take the scripts")
-    found["train"].add_argument("--jobs", type=options.whole(1), default=1, metavar="N", help=(
+    found["train"].add_argument("--jobs", type=whole(1), default=1, metavar="N", help=(
         "submit so many jobs: each goes on where the one before has stopped (default 1)"))
     return top
 
@@ -61,9 +64,9 @@ def add_rows(parser: Parser, verb: str) -> None:
     parser.add_argument("--inside", metavar="AXIS", help=(
         "the direction of the grid that stays inside a node (default: the site file's, or the "
         "one that moves the most words)"))
-    parser.add_argument("--recompute", type=options.recompute, metavar="POLICY", help=(
-        f"{options.RECOMPUTE} (default: the first of none, selective, full and so on with which "
-        "the row fits the memory that the site file gives)"))
+    add_fields(parser, Division, ["recompute"], told(Division, ["recompute"], recompute=(
+        ": the first of none, selective, full and so on with which the row fits the memory that "
+        "the site file gives")))
     parser.add_argument("--machine", metavar="NAME", help=(
         "predict each row of --table combined before it is measured, by this machine's model: a "
         "supplied one or a .toml file (default: the site file's, or none)"))
@@ -72,7 +75,7 @@ def add_rows(parser: Parser, verb: str) -> None:
 
 def add_single(parser: Parser, verb: str) -> None:
     """Add the options of a verb about a job that is no row."""
-    parser.add_argument("--ranks", type=options.whole(1), required=True, metavar="N",
+    parser.add_argument("--ranks", type=whole(1), required=True, metavar="N",
                         help="ranks of the job, of all replicas")
     parser.add_argument("--submit", action="store_true", help="also submit the script")
     parser.add_argument("--name", metavar="NAME", help=(

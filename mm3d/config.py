@@ -3,25 +3,15 @@
 Each field says in its metadata what it is, so that command lines, titles and records need not.
 """
 
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Mapping, Self
 
-from mm3d.arrays.plain_numbers import PlainFields
+from mm3d.arrays.plain_numbers import GREATEST, PlainFields, said
 from mm3d.model.architecture import FIELD, PLAIN, Architecture
 from mm3d.model.experts.options import ExpertOptions
 from mm3d.model.stack import Stack, field_names, make_of_fields
 
 PREFIX = "experts_"    # of the settings of experts
-
-
-def said(about: str, *default: Any, **more: Any) -> Any:
-    """Define a field of a dataclass by what it is, and its default, if it has one.
-
-    ``least`` is the smallest whole number, ``choices`` are all values, and ``nothing`` says what
-    None stands for.
-    """
-    about = {"about": about, **more}
-    return field(default=default[0], metadata=about) if default else field(metadata=about)
 
 
 @dataclass(frozen=True)
@@ -61,18 +51,22 @@ class Model(PlainFields):
     batch: int = said("sequences of a step, of all replicas", least=1)
     seq: int = said("tokens in a sequence", least=1)
     vocab: int = said("tokens of the vocabulary", 256, least=1)
-    seed: int = said("seed of the parameters, and of dropout", 0, least=0)
+    seed: int = said("seed of the parameters, and of dropout", 0, least=0, most=GREATEST)
     dtype: str = said("dtype of all arrays", "float32",
                       choices=("float64", "float32", "float16", "bfloat16"))
     master: str | None = said("dtype of masters of parameters in 16 bits", None, nothing="none")
-    tied: bool = said("compute logits with the embedding's table", True)
+    tied: bool = said("compute logits with the embedding's table", True, option="untied",
+                      contrary="give the head a matrix of its own, instead of the embedding's "
+                               "table")
     dropout: float = said("probability that an element of a residual branch or embedding is "
                           "dropped", 0.0)
-    experts: ExpertOptions | None = said("experts in place of the perceptron of some layers", None)
+    experts: ExpertOptions | None = said("experts in place of the perceptron of some layers", None,
+                                         option="")
     label_smoothing: float = said("share of a target that is spread over all tokens", 0.0)
     z_loss: float = said("coefficient of the squared log of the softmax's denominator", 0.0)
     ignored: int = said("the target of positions that do not count", -1)
-    architecture: Architecture = said("what the layers compute, if not those of 2019", PLAIN)
+    architecture: Architecture = said("what the layers compute, if not those of 2019", PLAIN,
+                                      option="")
 
     def settings(self) -> dict[str, Any]:
         """Return all fields as settings of a record, those of experts and architecture prefixed.
@@ -124,17 +118,23 @@ class Division(PlainFields):
                               "having copies of their own", None, least=1, nothing="all")
     zero: int = said("divide among the replicas: 1, moments and masters; 2, gradients too; 3, "
                      "parameters too", 0, choices=(0, 1, 2, 3))
-    stages: int = said("stages of the pipeline in each replica", 1, least=1)
+    stages: int = said("stages of the pipeline in each replica", 1, least=1, letter="P")
     schedule: Any = said("schedule of the stages", "1f1b")
     microbatches: int = said("equal micro-batches of a replica, which divide the batch", 1,
-                             least=1)
-    scheme: str = said("tensor parallelism in each stage", "3d")
-    grid: Any = said("sizes of the grid's directions, such as 2x2x2", None,
-                     nothing="a cube; a square for 2d, a line for 1d")
-    overlap: Any = said("communicate while ranks multiply", None, nothing="on several nodes")
-    recompute: str = said("recompute in backward, to save memory", "none")
+                             least=1, letter="M")
+    scheme: str = said("parallelism of the layers in a stage", "3d")
+    grid: Any = said("sizes of the grid's directions, such as 2x2x2", None, letter="XxYxZ",
+                     nothing=": a cube; a square for 2d, a line for 1d")
+    overlap: Any = said(
+        "let 3d communicate while ranks multiply; with a number, 2, 4 or 8, activations too, in "
+        "so many panels of rows; 0: never", None, nothing=": where they are on several nodes",
+        choices=(0, 1, 2, 4, 8), letter="PANELS", bare=1)
+    recompute: str = said(
+        "recompute in backward, to save memory: none; selective, all but products with weights; "
+        "full, each layer from its input; uniform:N, every N layers from the first one's input; "
+        "full+selective or uniform:N+selective", "none", letter="POLICY")
     expert_parallel: int = said("neighbouring replicas that divide the experts, a divisor of "
-                                "data; with 1 each has all", 1, least=1)
+                                "--data; with 1 each has all", 1, least=1)
     in_flight: int = said("sums over replicas that go on while a rank computes", 0, least=0)
     synchronous: bool = said("wait until a message is taken before the next action", False)
     backend: Any = said("array library: numpy or cupy", None, nothing="MM3D_BACKEND, or numpy")

@@ -10,6 +10,7 @@ from typing import Any, Iterable, Mapping
 import numpy as np
 
 from mm3d.arrays.backend import DTYPES, Backend
+from mm3d.arrays.plain_numbers import PlainFields, said
 from mm3d.model.recomputation import parse_policy
 from mm3d.schemes import find_scheme, registry
 from mm3d.schemes.scheme import Option
@@ -21,38 +22,28 @@ VARIANT_DTYPES = tuple(dict.fromkeys([PLAIN_DTYPE, *DTYPES, *DTYPES_16_BIT]))
 
 
 @dataclass(frozen=True)
-class Variant:
-    """Options in which a row differs from the tables' rows, which are called plain.
+class Variant(PlainFields):
+    """Options in which a row differs from the tables' rows, which are called plain."""
 
-    Attributes
-    ----------
-    keep : {"none", "weight", "both"}
-        Which gathered operands are kept from forward to backward; an option of some schemes.
-    overlap : int
-        Panels of rows in which communication overlaps with products, 0 if it does not; an option
-        of some schemes.
-    causal : bool
-        Whether attention is causal.
-    dtype : str
-        The dtype of every array.
-    tf32 : bool
-        Whether float32 products may round their factors to TensorFloat-32.
-    work : {"compute", "wait"}
-        Whether ranks compute, or wait for the modelled seconds of their work.
-    """
-
-    keep: str = "none"
-    overlap: int = 0
-    causal: bool = False
-    dtype: str = PLAIN_DTYPE
-    tf32: bool = False
-    work: str = "compute"
+    keep: str = said("gathered operands that {schemes} keeps from forward for backward", "none",
+                     choices=("none", "weight", "both"))
+    overlap: int = said("let {schemes} communicate while ranks multiply; with a number, 2, 4 or "
+                        "8, activations too, in so many panels of rows", 0, letter="PANELS",
+                        bare=1, choices=(1, 2, 4, 8), nothing="")
+    causal: bool = said("let tokens attend to themselves and earlier ones only", False)
+    dtype: str = said("dtype of all arrays; bfloat16 needs the package ml_dtypes", PLAIN_DTYPE,
+                      choices=VARIANT_DTYPES)
+    tf32: bool = said("round the factors of float32 products to TensorFloat-32", False, option="")
+    work: str = said(
+        "what ranks do between collectives: compute, or wait for the seconds that a machine model "
+        "gives their work, with the core given away", "compute", choices=WORK)
 
     @property
     def words(self) -> list[str]:
         """The options in words, such as "keep both" and "causal"; none for plain rows."""
         return [*[f"keep {self.keep}"] * (self.keep != "none"),
-                *self._overlap_words("overlap", " "), *["causal"] * self.causal,
+                *["overlap" + f" {self.overlap}" * (self.overlap > 1)] * bool(self.overlap),
+                *["causal"] * self.causal,
                 *[self.dtype] * (self.dtype != PLAIN_DTYPE), *["TF32"] * self.tf32,
                 *["waited work"] * self.waits]
 
@@ -81,16 +72,10 @@ class Variant:
         return {name: value for name, value in (("keep", self.keep), ("overlap", self.overlap))
                 if name in find_scheme(scheme).options}
 
-    def _overlap_words(self, name: str, between: str) -> list[str]:
-        """Return the name of the option, and how many panels, if there is overlap."""
-        return [name + f"{between}{self.overlap}" * (self.overlap > 1)] * bool(self.overlap)
-
     def arguments(self) -> list[str]:
         """Return the command line's options for this variant, without TF32."""
-        return [*[f"--keep={self.keep}"] * (self.keep != "none"),
-                *self._overlap_words("--overlap", "="), *["--causal"] * self.causal,
-                *[f"--dtype={self.dtype}"] * (self.dtype != PLAIN_DTYPE),
-                *[f"--work={self.work}"] * self.waits]
+        return [f"--{name}" + f"={value}" * (value not in (True, 1))
+                for name, value in self.given().items() if name != "tf32"]
 
 
 def schemes_with_option(option: str) -> dict[str, Option]:

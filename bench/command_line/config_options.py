@@ -1,73 +1,138 @@
-"""Define options from the fields of `mm3d.config`, which say what they are, and read them."""
+"""Define options from the fields of configurations, which say what they are, and read them.
+
+A configuration is a dataclass whose fields are made by `mm3d.arrays.plain_numbers.said`, such as
+`mm3d.config.Division`.
+"""
 
 import argparse
-from dataclasses import Field, fields
+import math
+from dataclasses import Field, fields, replace
 from typing import Any, Callable, Iterable, Mapping
 
-from bench.command_line import options, schedule_types, scheme_options
-from bench.command_line.number_types import number, whole
-from mm3d.config import Division
-from mm3d.training.schedules import registry
+from bench.command_line import options
+from bench.command_line.number_types import MOST, MOST_SECONDS, number, whole
+from mm3d.schemes import find_scheme
 
+
+class Told(str):
+    """Words that follow "default" in the help of an option that is None where it is not given."""
+
+
+def told(kind: type, names: Iterable[str], **said: Any) -> dict[str, Told]:
+    """Return defaults that are told alone: what is `said`, or those of the fields."""
+    found = kind.__dataclass_fields__
+    return {name: Told(said.get(name, _shown(found[name], found[name].default)))
+            for name in names}
+
+
+def scheme(text: str) -> str:
+    """Return the name of the scheme that `text` stands for."""
+    return options.name_of(lambda: find_scheme(text).name)
+
+
+def capacity(text: str) -> float:
+    """Read a capacity factor, or "none", which is infinite."""
+    try:
+        return math.inf if text == "none" else number(above=True)(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}, such as 1.25, or none") from error
+
+
+# Fields whose values are read from texts of their own.
+TYPES: dict[str, Callable[[str], Any]] = {
+    "capacity": capacity, "grid": options.grid_sizes, "recompute": options.recompute,
+    "schedule": options.schedule, "scheme": scheme}
 MESH = ("data", "context", "context_way", "shards", "zero", "stages", "schedule", "microbatches",
         "scheme", "grid", "recompute", "backend")
-# Types of options read from text, and texts that a help adds.
-TYPES: dict[str, Callable[[str], Any]] = {
-    "grid": options.grid_sizes, "recompute": options.recompute,
-    "schedule": schedule_types.schedule,
-    "scheme": scheme_options.scheme}
-MORE = {"recompute": options.RECOMPUTE.partition(": ")[2], "schedule": ", ".join(registry())}
-LETTERS = {"stages": "P", "microbatches": "M", "grid": "XxYxZ", "recompute": "POLICY"}
+DTYPES = "float32", "float64"    # of measurements
 
 
-def add_fields(parser: argparse.ArgumentParser, kind: type, names: Iterable[str],
-               defaults: Mapping[str, Any] = {}, said: Callable[[str], str] | None = None,
-               before: str = "", renamed: Mapping[str, str] = {}) -> None:
+def add_fields(parser: argparse._ActionsContainer, kind: type, names: Iterable[str],
+               defaults: Mapping[str, Any] = {}, about: str = "{}", **particular: Any) -> None:
     """Add an option for each of some fields.
 
     Parameters
     ----------
     kind : type
-        The dataclass, one of `mm3d.config` or derived from one.
+        The configuration.
     defaults : mapping
-        Default values of options, where they are not those of the fields.
-    said : callable, optional
-        Returns, for a name, the text of the help on its default.
-    before : str
-        The beginning of each help, such as when the options have an effect.
-    renamed : mapping
-        Names of options that are not those of their fields.
+        Default values of options, where they are not those of the fields; or `Told`.
+    about : str
+        The help without the default, with the field's own as {}.
+    **particular
+        Arguments of ``add_argument`` that are those of this verb, such as narrower choices.
     """
-    found = {one.name: one for one in fields(kind)}
-    for one in map(found.__getitem__, names):
-        default = defaults.get(one.name, one.default)
-        nothing = one.metadata.get("nothing", default)
-        ending = said(one.name) if said else f"default {nothing}"
-        about = ": ".join(filter(None, [one.metadata["about"], MORE.get(one.name)]))
-        option = renamed.get(one.name, one.name).replace("_", "-")
-        parser.add_argument(f"--{option}", default=default, help=f"{before}{about} ({ending})",
-                            **_values(one))
+    for one in map(kind.__dataclass_fields__.__getitem__, names):
+        how, default = one.metadata, defaults.get(one.name, one.default)
+        text, shown = how.get("contrary", how["about"]), _shown(one, default)
+        if "{schemes}" in text:
+            from bench.cases.variants import schemes_with_option
+            text = text.format(schemes=" and ".join(schemes_with_option(one.name)))
+        if one.name == "schedule":
+            from mm3d.training.schedules import registry
+            text += f": {', '.join(registry())}"
+        ending = f" (default {shown})".replace(" :", ":") * (shown != "")
+        values = {"default": None if isinstance(default, Told) else default, **_values(one)}
+        parser.add_argument(f"--{name_of(one).replace('_', '-')}", **{
+            **values, "help": about.format(text) + ending, **particular}).field = one
+
+
+def name_of(one: Field) -> str:
+    """Return the name under which a command line has the option of a field; "" for no option."""
+    return one.metadata.get("option", one.name).replace("-", "_")
+
+
+def names_of(kind: type, names: Iterable[str]) -> list[str]:
+    """Return the names of several."""
+    return [name_of(kind.__dataclass_fields__[name]) for name in names]
+
+
+def _shown(one: Field, default: Any) -> str:
+    """Return the words of a help on the default."""
+    if isinstance(one.default, bool):
+        return ""
+    if default == one.default:
+        default = one.metadata.get("nothing", default)
+    return f"{default:g}" if isinstance(default, float) else options.as_given(default)
 
 
 def _values(one: Field) -> dict[str, Any]:
     """Return the arguments of ``add_argument`` that say how to read an option's values."""
-    if "choices" in one.metadata:
-        choices = one.metadata["choices"]
-        return {"choices": choices, "type": type(choices[0])}
-    letter = {"metavar": LETTERS.get(one.name, "NAME")}
+    how, letter = one.metadata, one.metadata.get("letter")
+    if isinstance(one.default, bool):
+        return {"action": "store_true", "default": False}
+    if "choices" in how:
+        bare = {"nargs": "?", "const": how["bare"]} if "bare" in how else {}
+        return bare | {"choices": how["choices"], "type": type(how["choices"][0]),
+                       "metavar": letter}
     if one.name in TYPES:
-        return letter | {"type": TYPES[one.name]}
-    if "least" in one.metadata:
-        return {"type": whole(one.metadata["least"]), "metavar": LETTERS.get(one.name, "N")}
-    return {"type": number(), "metavar": "X"} if isinstance(one.default, float) else letter
+        return {"type": TYPES[one.name], "metavar": letter or "NAME"}
+    if "least" in how:
+        return {"type": whole(how["least"], how.get("most", MOST)), "metavar": letter or "N"}
+    if "above" in how or isinstance(one.default, float):
+        return {"type": number(above=how.get("above", False),
+                               most=MOST_SECONDS if letter == "SECONDS" else MOST),
+                "metavar": letter or "X"}
+    return {"metavar": letter or "NAME"}
 
 
-def read(kind: type, arguments: argparse.Namespace, **more: Any) -> Any:
-    """Make a dataclass from the options that a verb has, and defaults for other fields."""
-    return kind(**{one.name: getattr(arguments, one.name) for one in fields(kind)
-                   if hasattr(arguments, one.name)} | more)
+def given(kind: type, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the fields of a configuration that options of a command line say."""
+    found = options.given_of(arguments, map(name_of, fields(kind)))
+    return {one.name: "contrary" not in one.metadata and found[name_of(one)]
+            for one in fields(kind) if name_of(one) in found}
 
 
-def add_mesh(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say on which mesh a GPT is trained, and how ranks divide it."""
-    add_fields(parser, Division, MESH)
+def read(kind: Any, arguments: argparse.Namespace, **more: Any) -> Any:
+    """Make a configuration from the options that a verb has.
+
+    Parameters
+    ----------
+    kind
+        Its type, or one whose other fields it shall have, in place of defaults.
+    **more
+        Fields that no option says.
+    """
+    if isinstance(kind, type):
+        return kind(**given(kind, arguments) | more)
+    return replace(kind, **given(type(kind), arguments) | more)

@@ -4,25 +4,26 @@ import argparse
 from typing import Any
 
 from bench.cases.paper import load_tables
+from bench.command_line.config_options import read
 from bench.command_line.options import grid_sizes
 from bench.errors import UsageError, as_usage_error
 from mm3d import ModelSizes
 from mm3d.model.stack import Stack
 
 
-def model_sizes(layers: int, hidden: int, heads: int | None, batch: int,
-                seq: int) -> ModelSizes:
+def model_sizes(arguments: argparse.Namespace) -> ModelSizes:
     """Return the sizes of a Transformer; by default the tables' heads, or heads of 128 features.
 
     Raises UsageError when the heads do not divide the features.
     """
+    hidden, heads = arguments.hidden, arguments.heads
     if heads is None:
         heads = load_tables().settings.heads.get(hidden) or max(1, hidden // 128)
     if hidden % heads:
         near = heads * max(1, round(hidden / heads))
         raise UsageError(f"--hidden {hidden}: must be a multiple of --heads {heads}, such as "
                          f"{near}, or --heads another number")
-    return ModelSizes(layers, hidden, heads, batch, seq)
+    return read(ModelSizes, arguments, heads=heads)
 
 
 def divide_among_replicas(arguments: argparse.Namespace) -> None:

@@ -1,12 +1,13 @@
 """Define the options of verbs that measure: repetitions, the seed, the backend, the cluster."""
 
 import argparse
-from typing import Any, Callable
+from typing import Any
 
 from bench.agreement import agree
 from bench.cluster.spec import Cluster
 from bench.command_line import options
-from bench.command_line.number_types import MOST_SECONDS, SEEDS, number, whole
+from bench.command_line.config_options import add_fields, given, told
+from bench.command_line.number_types import whole
 from bench.errors import UsageError, as_usage_error
 from bench.instruments import host
 from bench.instruments.available_memory import total_memory
@@ -14,6 +15,7 @@ from bench.instruments.timing import Limits, unwatched
 from mm3d import launcher
 from mm3d.arrays import backend as backends
 from mm3d.arrays.backend import Backend
+from mm3d.config import Division, Model
 
 CLUSTER = "NxR[:LINK[,LATENCY]]"
 LIMITS = ("repetitions", "max_repetitions", "max_seconds")
@@ -34,34 +36,32 @@ def add_stall(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(watched=unwatched)    # until the watchdog of the job is there
 
 
-def add_limits(parser: argparse.ArgumentParser, said: Callable[[str], str]) -> None:
-    """Add the options that limit repetitions; `said` tells the default of each in its help."""
-    for name, kind, letter, about in (
-            ("repetitions", whole(1), "N", "repeat at least this often"),
-            ("max_repetitions", whole(1), "N", "repeat at most this often"),
-            ("max_seconds", number(above=True, most=MOST_SECONDS), "SECONDS",
-             "begin no repetition beyond --repetitions after this time")):
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=letter,
-                            help=f"{about} (default{said(name)})")
-    parser.add_argument("--width", type=number(above=True), default=0.05, metavar="FRACTION",
-                        help="repeat until the 95 %% confidence intervals are no wider than this "
-                             "fraction of the medians (default 0.05)")
+def add_limits(parser: argparse.ArgumentParser, **said: str) -> None:
+    """Add the options that limit repetitions; their defaults, but that of the width, are `said`.
+    """
+    add_fields(parser, Limits, (*LIMITS, "width"), told(Limits, LIMITS, **said))
+
+
+def add_seed(parser: argparse._ActionsContainer) -> None:
+    """Add the seed of a measurement that is no row."""
+    add_fields(parser, Model, ["seed"], about=(
+        "seed of the numbers in arrays and of the order of measurements"))
 
 
 def add_repetitions(parser: argparse.ArgumentParser, repetitions: int, seconds: float) -> None:
     """Add the options of a microbenchmark: its repetitions, the seed and ``--stall``."""
-    said = {"repetitions": f"{repetitions}, or --max-repetitions if less",
-            "max_repetitions": f"{MOST_REPETITIONS}, or --repetitions if greater",
-            "max_seconds": f"{seconds:g}"}
-    add_limits(parser, lambda name: f" {said[name]}")
+    add_limits(parser, repetitions=f"{repetitions}, or --max-repetitions if less",
+               max_repetitions=f"{MOST_REPETITIONS}, or --repetitions if greater",
+               max_seconds=f"{seconds:g}")
     parser.set_defaults(limits=Limits(repetitions, max(repetitions, MOST_REPETITIONS), seconds))
-    add(parser, "seed")
+    add_seed(parser)
     add_stall(parser)
 
 
 def add_measurement(parser: argparse.ArgumentParser, repetitions: int, seconds: float) -> None:
     """Add the options of a microbenchmark that writes a file."""
-    add(parser, "out", "backend")
+    add(parser, "out")
+    add_fields(parser, Division, ["backend"])
     add_repetitions(parser, repetitions, seconds)
 
 
@@ -73,19 +73,14 @@ def limits_of(arguments: argparse.Namespace, defaults: object = None) -> Limits:
 
     Raises UsageError when at most fewer repetitions are asked for than at least.
     """
-    chosen = {name: given(arguments, name, defaults or arguments.limits) for name in LIMITS}
+    found = {name: getattr(defaults or arguments.limits, name) for name in LIMITS}
+    found |= given(Limits, arguments)
     if arguments.max_repetitions is None:
-        chosen["max_repetitions"] = max(chosen["max_repetitions"], chosen["repetitions"])
+        found["max_repetitions"] = max(found["max_repetitions"], found["repetitions"])
     elif arguments.repetitions is None:
-        chosen["repetitions"] = min(chosen["max_repetitions"], chosen["repetitions"])
+        found["repetitions"] = min(found["max_repetitions"], found["repetitions"])
     with as_usage_error():
-        return Limits(**chosen, width=arguments.width)
-
-
-def given(arguments: argparse.Namespace, name: str, defaults: object) -> Any:
-    """Return the value of an option, else that field of `defaults`."""
-    value = getattr(arguments, name)
-    return getattr(defaults, name) if value is None else value
+        return Limits(**found)
 
 
 def one_rank_backend(verb: str, backend: str | None, comm) -> Backend:
@@ -140,8 +135,4 @@ SHARED: dict[str, dict[str, Any]] = {
         "run in an emulated cluster of N nodes with R ranks each on this machine, whose links "
         "have a rate and a latency, such as 16x4:200Mbit or 4x2:1Gbit,1ms; starts mpirun itself")},
     "out": {"metavar": "DIR", "default": host.default_out(), "help": (
-        "write the .h5 files into this folder (default results/local/<machine>)")},
-    "backend": {"metavar": "NAME",
-                "help": "array library: numpy or cupy (default MM3D_BACKEND, or numpy)"},
-    "seed": {"type": whole(0, SEEDS), "default": 0, "metavar": "N", "help": (
-        "seed of the numbers in arrays and of the order of measurements (default 0)")}}
+        "write the .h5 files into this folder (default results/local/<machine>)")}}

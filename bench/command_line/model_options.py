@@ -7,14 +7,18 @@ from typing import Iterable
 import msgspec
 
 from bench.command_line import expert_options, options
-from bench.command_line.number_types import MOST_RANKS
+from bench.command_line.config_options import add_fields, told
+from bench.command_line.number_types import MOST_RANKS, whole
 from bench.errors import UsageError
 from bench.prediction.model_file import ModelFile, load_model
+from mm3d.config import Model
+from mm3d.model.sizes import SIZES
 
 LAYERS = {"layers": 24, "seq": 512}    # without --model
+HEADS = ": those of the paper's row of this --hidden, or heads of 128 features"
 CHANGES = ("layers", "seq", "vocab")    # of a model, where a verb has such an option
 SAID = ("hidden", "heads", "untied")    # by the model
-EXPERTS = ("experts", *expert_options.LAYERS, *expert_options.DESIGN)    # by a model that has some
+EXPERTS = ("experts", *expert_options.OPTIONS)    # by a model that has some
 
 
 def add_named(parser: argparse.ArgumentParser) -> None:
@@ -27,13 +31,12 @@ def add_named(parser: argparse.ArgumentParser) -> None:
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     """Add the options for the number of ranks and the model that is predicted."""
-    parser.add_argument("--ranks", type=options.whole(1, MOST_RANKS), required=True,
+    parser.add_argument("--ranks", type=whole(1, MOST_RANKS), required=True,
                         metavar="N", help="ranks of the job, of all replicas")
     add_named(parser)
-    options.add_sizes(parser, hidden="that of --model", **LAYERS, batch=384, heads=(
-        "those of the paper's row of this --hidden, or heads of 128 features"))
-    options.add_dtype(parser, "float16", "bfloat16", "float32", "float64")
-    parser.set_defaults(**dict.fromkeys(LAYERS))
+    add_fields(parser, Model, (*SIZES, "dtype"), {"batch": 384, **told(
+        Model, ("layers", "hidden", "heads", "seq"), hidden=": that of --model", heads=HEADS,
+        **LAYERS)})
 
 
 def read_model(arguments: argparse.Namespace) -> ModelFile | None:
@@ -76,6 +79,4 @@ def words_of(arguments: argparse.Namespace) -> str:
 
 def _words(arguments: argparse.Namespace, names: Iterable[str]) -> list[str]:
     """Return those of some options that were given, as words."""
-    given = {name: getattr(arguments, name, None) for name in names}
-    return [options.written(name, value) for name, value in given.items()
-            if value is not None and value is not False]
+    return [options.written(*one) for one in options.given_of(arguments, names).items()]

@@ -10,7 +10,6 @@ MOST = 10 ** 9    # of any number given: a larger one would take too much memory
 MOST_RANKS = 2 ** 20    # each has a number in lists
 MOST_BYTES = 2 ** 40    # of an array
 MOST_SECONDS = 3.2e7    # a year
-SEEDS = 2 ** 63 - 1    # the greatest seed that a file can hold
 DECIMAL = re.compile(r"\d{1,20}(\.\d{0,20})?(e-?\d\d?)?|\.\d{1,20}|\d{1,20}/\d{1,20}",
                      re.IGNORECASE)
 

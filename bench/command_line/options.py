@@ -4,19 +4,12 @@ import argparse
 import math
 from typing import Any, Callable, Iterable, Mapping
 
-from bench.command_line.number_types import MOST, refused, whole
+from bench.command_line.number_types import MOST, refused
 from bench.errors import UsageError, in_options
 from mm3d.model.recomputation import parse_policy
 from mm3d.names import find_name
 
-RECOMPUTE = ("recompute in backward, to save memory: none; selective, all but products with "
-             "weights; full, each layer from its input; uniform:N, every N layers from the first "
-             "one's input; full+selective or uniform:N+selective")
 COUNTS = {3: "three", 4: "four"}
-# The sizes of a model, with their help.
-SIZES = {"layers": "Transformer layers", "hidden": "features of a token",
-         "heads": "attention heads", "batch": "sequences of a step, of all replicas",
-         "seq": "tokens in a sequence", "vocab": "tokens of the vocabulary"}
 
 
 def add(parser: argparse.ArgumentParser, *names: str,
@@ -24,34 +17,6 @@ def add(parser: argparse.ArgumentParser, *names: str,
     """Add options that are `known`, by default those of `SHARED`, in this order."""
     for name in names:
         parser.add_argument(f"--{name.replace('_', '-')}", **(known or SHARED)[name])
-
-
-def add_sizes(parser: argparse.ArgumentParser, **defaults: int | str) -> None:
-    """Add options for some of `SIZES`, with their defaults.
-
-    A text describes a default that is no number.
-    """
-    for name, default in defaults.items():
-        number = default if isinstance(default, int) else None
-        said = f"default{':' * (number is None)} {default}"
-        parser.add_argument(f"--{name}", type=whole(1), default=number, metavar="N",
-                            help=f"{SIZES[name]} ({said})")
-
-
-def add_dtype(parser: argparse.ArgumentParser, *choices: str) -> None:
-    """Add ``--dtype``, float32 by default; without `choices` it may be float64, too."""
-    parser.add_argument("--dtype", default="float32", metavar="NAME",
-                        choices=choices or ("float32", "float64"), help=(
-                            f"dtype of all arrays: {', '.join(choices or ('float32', 'float64'))} "
-                            f"(default float32)"))
-
-
-def add_overlap(parser: argparse.ArgumentParser, what: str, default: int | None = 0) -> None:
-    """Add ``--overlap``, the panels of rows that travel during products; `what` is its purpose."""
-    parser.add_argument("--overlap", nargs="?", type=int, const=1, default=default,
-                        metavar="PANELS", choices=(0, 1, 2, 4, 8)[default == 0:], help=(
-                            f"{what}; with a number, 2, 4 or 8, activations too, in so many "
-                            f"panels of rows"))
 
 
 def add_torch(parser: argparse.ArgumentParser, what: str) -> None:
@@ -74,19 +39,29 @@ def add_format(parser: argparse.ArgumentParser, formats: Iterable[str]) -> None:
 
 def written(name: str, value: Any) -> str:
     """Return an option with its value as it is written on a command line."""
-    def as_given(value: Any) -> str:
-        if isinstance(value, tuple):
-            return "x".join(map(str, value))
-        if isinstance(value, list):
-            return ",".join(map(as_given, value))
-        return "none" if value == math.inf else str(value)
     return f"--{name.replace('_', '-')}" + ("" if value is True else f" {as_given(value)}")
+
+
+def as_given(value: Any) -> str:
+    """Return the value of an option as it is written on a command line."""
+    if isinstance(value, tuple):
+        return "x".join(map(str, value))
+    if isinstance(value, list):
+        return ",".join(map(as_given, value))
+    return "none" if value == math.inf else str(value)
 
 
 def without_effect(name: str, value: Any, remedy: str) -> UsageError:
     """Return the error of an option that would do nothing without the `remedy`."""
     return UsageError(f"{written(name, value)} would do nothing here: {remedy} would do, or leave "
                       f"it out")
+
+
+def given_of(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
+    """Return those of some options that were given, and their values; 0 is one."""
+    found = {name: getattr(arguments, name, None) for name in names}
+    return {name: value for name, value in found.items()
+            if value is not None and value is not False}
 
 
 def refuse(arguments: argparse.Namespace, names: Iterable[str], remedy: str) -> None:
@@ -111,6 +86,17 @@ def name_of(find: Callable[[], str]) -> str:
         return find()
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def schedule(text: str) -> str:
+    """Return the name of the schedule that `text` stands for, such as ``interleaved:3``."""
+    from mm3d.training.schedules.builders import full_name
+    return name_of(lambda: full_name(text))
+
+
+def schedules(text: str) -> list[str]:
+    """Return the names of schedules with commas between."""
+    return [*map(schedule, text.split(","))]
 
 
 def numbers(text: str) -> list[int]:
@@ -170,17 +156,8 @@ def _positive(text: str, separator: str) -> list[int]:
 
 # Options that are the same in all verbs that have them, with the arguments of ``add_argument``.
 SHARED: dict[str, dict[str, Any]] = {
-    "grid": {"type": grid_sizes, "metavar": "XxYxZ", "help": (
-        "sizes of the grid's directions, such as 2x2x2 (default: a cube; a square for 2d, a line "
-        "for 1d)")},
     "machine": {"default": "longhorn", "metavar": "NAME", "help": (
         "predict for this machine: a supplied one or a .toml file (default longhorn)")},
-    "untied": {"action": "store_true", "help": (
-        "give the head a matrix of its own, instead of the embedding's table")},
-    "recompute": {"type": recompute, "default": "none", "metavar": "POLICY",
-                  "help": f"{RECOMPUTE} (default none)"},
-    "keep": {"choices": ("none", "weight", "both"), "help": (
-        "gathered operands that 3d keeps from forward for backward (default none)")},
     "hide_sums": {"action": "store_true", "help": (
         "with a whole training: assume that sums over replicas go on behind backward, and gathers "
         "behind forward, as far as these take longer (default: a step waits for both)")},

@@ -1,12 +1,14 @@
 """Define the options of verbs that predict a pipeline, and read them."""
 
 import argparse
+from dataclasses import asdict
+from typing import Any
 
 from bench.command_line import options
-from bench.command_line.config_options import add_fields
-from bench.command_line.number_types import MOST_RANKS
+from bench.command_line.config_options import add_fields, read, told
+from bench.command_line.number_types import MOST_RANKS, whole
 from bench.errors import UsageError, as_usage_error
-from bench.prediction.pipelines.pipeline_model import PipelineModel
+from bench.prediction.pipelines.pipeline_model import PipelineModel, Replicas
 from mm3d.config import Division
 from mm3d.grid.shape import GridShape
 from mm3d.model.stack import Stack
@@ -26,15 +28,12 @@ def add_pipeline(parser: argparse.ArgumentParser, batch: str) -> None:
     batch : str
         The end of the sentence in the help about the batch.
     """
-    parser.add_argument("--stages", type=options.whole(1), metavar="P", help=(
+    add_fields(parser, Division, ["stages"], told(Division, ["stages"], stages=""), (
         f"predict a pipeline: the ranks are P stages of equally many, each with its layers on a "
         f"grid of its own; the batch is that of all micro-batches{batch}"))
-    given = dict.fromkeys(OF_STAGES)
-    said = {"schedule": "1f1b", "microbatches": "2 for each stage", "context": "1",
-            "context_way": "gather", "zero": "0", "shards": "all"}
-    for names, before in ((OF_STAGES[:4], "with --stages: "),
-                          (OF_STAGES[4:], "with --stages and --data: ")):
-        add_fields(parser, Division, names, given, lambda name: f"default {said[name]}", before)
+    said = told(Division, OF_STAGES, microbatches="2 for each stage")
+    add_fields(parser, Division, OF_STAGES[:4], said, "with --stages: {}")
+    add_fields(parser, Division, OF_STAGES[4:], said, "with --stages and --data: {}")
 
 
 def add_inside(parser: argparse.ArgumentParser, before: str = "") -> None:
@@ -47,8 +46,8 @@ def add_inside(parser: argparse.ArgumentParser, before: str = "") -> None:
 
 def add_replicas(parser: argparse.ArgumentParser, what: str) -> None:
     """Add ``--data``, a number of replicas of the stages; `what` says what they are."""
-    parser.add_argument("--data", type=options.whole(1, MOST_RANKS), metavar="N",
-                        help=f"with --stages: {what} (default 1)")
+    add_fields(parser, Division, ["data"], told(Division, ["data"]), f"with --stages: {what}",
+               type=whole(1, MOST_RANKS))
 
 
 def stage_ranks(arguments: argparse.Namespace) -> int:
@@ -90,15 +89,14 @@ def build_schedule(arguments: argparse.Namespace) -> Schedule:
                  arguments.microbatches or 2 * arguments.stages)
 
 
-def replicas(arguments: argparse.Namespace) -> dict[str, int | str | None]:
+def replicas(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the fields of `bench.prediction.pipelines.pipeline_model.Replicas`.
 
     Raises ValueError when the shards do not divide the replicas.
     """
-    data, context = arguments.data or 1, arguments.context or 1
-    check_data(data * context, data, arguments.shards, context)
-    return {"data": data, "context": context, "context_way": arguments.context_way or "gather",
-            "zero": arguments.zero or 0, "shards": arguments.shards}
+    found = read(Replicas, arguments)
+    check_data(found.replicas, found.data, found.shards, found.context)
+    return asdict(found)
 
 
 def pipeline_model(arguments: argparse.Namespace, scheme: str, grids: tuple[GridShape, ...],

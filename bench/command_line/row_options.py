@@ -3,17 +3,17 @@
 import argparse
 import math
 from dataclasses import replace
-from typing import Callable
+from typing import Any, Callable
 
 from bench.agreement import broadcast_from_rank_0
 from bench.cases.case import Case
 from bench.cases.paper import HEADINGS, PAPER, TITLES, load_tables
-from bench.cases.variants import (PLAIN_DTYPE, VARIANT_DTYPES, WORK, Variant,
-                                  schemes_with_option)
+from bench.cases.variants import PLAIN_DTYPE, Variant
 from bench.cluster.rates import change_links
 from bench.cluster.spec import Cluster
-from bench.command_line import measuring, options
-from bench.command_line.number_types import SEEDS, number
+from bench.command_line import measuring
+from bench.command_line.config_options import add_fields, read, told
+from bench.command_line.number_types import number, whole
 from bench.errors import UsageError
 from bench.experiments.rows.dilation import Dilation
 from bench.experiments.rows.settings import ModelledWork
@@ -24,6 +24,8 @@ from bench.prediction.seconds import work_seconds
 from bench.prediction.similarity import (emulating_machine, predict_phases, shrink_machine,
                                          work_scale)
 from mm3d.arrays.backend import Backend
+from mm3d.arrays.plain_numbers import GREATEST
+from mm3d.config import Division, Model
 from mm3d.grid.shape import GridShape
 
 
@@ -32,7 +34,11 @@ def add_rows(parser: argparse.ArgumentParser, preset: str | None = "laptop") -> 
     add_selection(parser, preset)
     measuring.add(parser, "out")
     _add_steps(parser)
-    _add_arrays(parser)
+    add_variant(parser)
+    _add_work(parser)
+    add_fields(parser, Division, ["backend"])
+    add_fields(parser, Model, ["seed"], about="seed of parameters and input")
+    add_fields(parser, Division, ["recompute"])
     parser.add_argument("--node-memory", metavar="SIZE", help=(
         "memory of a node, such as '32 GB': rows that need more by an estimate are left out; "
         "none: no row is (default: the available memory that the system reports; on a GPU none)"))
@@ -62,60 +68,38 @@ def add_selection(parser: argparse.ArgumentParser, preset: str | None) -> None:
 
 
 def _preset_values(name: str) -> str:
-    """Return the text of a help on the default of an option, which is that of each preset."""
+    """Return what a help says of the default of an option, which is that of each preset."""
     return ": " + ", ".join(f"{getattr(preset, name):g} ({which})"
                             for which, preset in load_tables().presets.items())
 
 
 def _add_steps(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--warmup", type=options.whole(1), metavar="N",
+    parser.add_argument("--warmup", type=whole(1), metavar="N",
                         help="steps before the first that is timed, the verified one included "
                              f"(default{_preset_values('warmup')})")
-    add_limits(parser)
-    parser.add_argument("--traced", type=options.whole(0), metavar="N",
+    add_limits(parser, _preset_values)
+    parser.add_argument("--traced", type=whole(0), metavar="N",
                         help="trace this number of steps after the timed ones, to show where the "
                              f"time goes; 0 for none (default{_preset_values('traced')})")
 
 
-def add_limits(parser: argparse.ArgumentParser,
-               values: Callable[[str], str] = _preset_values) -> None:
+def add_limits(parser: argparse.ArgumentParser, values: Callable[[str], str]) -> None:
     """Add the options on the repetitions of rows and their order; `values` tells defaults."""
-    measuring.add_limits(parser, values)
-    parser.add_argument("--order", type=options.whole(0, SEEDS), metavar="SEED",
+    measuring.add_limits(parser, **{name: values(name) for name in measuring.LIMITS})
+    parser.add_argument("--order", type=whole(0, GREATEST), metavar="SEED",
                         help="seed of the order in which rows are measured (default: drawn at "
                              "random and recorded)")
 
 
-def _add_arrays(parser: argparse.ArgumentParser) -> None:
-    add_variant(parser)
-    _add_work(parser)
-    measuring.add(parser, "backend")
-    parser.add_argument("--seed", type=options.whole(0, SEEDS), default=0, metavar="N",
-                        help="seed of parameters and input (default 0)")
-    options.add(parser, "recompute")
-
-
 def add_variant(parser: argparse.ArgumentParser) -> None:
     """Add the options of a row's variant."""
-    parser.add_argument("--dtype", default=PLAIN_DTYPE, choices=VARIANT_DTYPES,
-                        help=f"dtype of all arrays (default {PLAIN_DTYPE}; bfloat16 needs "
-                             f"the package ml_dtypes)")
-    keep, overlap = schemes_with_option("keep"), schemes_with_option("overlap")
-    choices = dict.fromkeys(one for option in keep.values() for one in option.choices)
-    parser.add_argument("--keep", default="none", choices=tuple(choices), help=(
-        f"gathered operands that {' and '.join(keep)} keeps from forward for backward "
-        f"(default none)"))
-    options.add_overlap(parser, f"let {' and '.join(overlap)} communicate while ranks multiply")
-    parser.add_argument("--causal", action="store_true",
-                        help="let tokens attend to themselves and earlier ones only")
+    add_fields(parser, Variant, ["dtype", "keep", "overlap", "causal"])
 
 
 def _add_work(parser: argparse.ArgumentParser) -> None:
     """Add the options of rows whose ranks wait for their work."""
-    parser.add_argument("--work", choices=WORK, help=(
-        "what ranks do between collectives: compute, or wait for the seconds that a machine model "
-        "gives their work, with the core given away (default: wait with the presets of emulated "
-        "clusters, else compute)"))
+    add_fields(parser, Variant, ["work"], told(Variant, ["work"], work=(
+        ": wait with the presets of emulated clusters, else compute")))
     parser.add_argument("--machine", metavar="NAME", help=(
         "the machine model of --work wait (default: the preset's), and of --grid auto (default "
         "cpu): a supplied one or a .toml file"))
@@ -219,7 +203,7 @@ def dilation(arguments: argparse.Namespace, comm) -> Dilation | None:
 
 def share_of(arguments: argparse.Namespace, defaults: object) -> float:
     """Return the share of a step that software may take, else that of `defaults`."""
-    return measuring.given(arguments, "software_share", defaults)
+    return _given(arguments, "software_share", defaults)
 
 
 def check_share(arguments: argparse.Namespace) -> None:
@@ -240,9 +224,8 @@ def chosen_work(arguments: argparse.Namespace) -> str:
 
 def variant(arguments: argparse.Namespace, backend: Backend | None = None) -> Variant:
     """Return the variant that the options of `add_variant` name, on arrays of `backend`."""
-    return Variant(arguments.keep, arguments.overlap, arguments.causal, arguments.dtype,
-                   arguments.dtype == PLAIN_DTYPE and bool(getattr(backend, "tf32", False)),
-                   chosen_work(arguments))
+    tf32 = arguments.dtype == PLAIN_DTYPE and bool(getattr(backend, "tf32", False))
+    return read(Variant, arguments, tf32=tf32, work=chosen_work(arguments))
 
 
 def node_memory(arguments: argparse.Namespace) -> float | None:
@@ -262,12 +245,18 @@ def step_counts(arguments: argparse.Namespace) -> tuple[int, Limits]:
     Errors are those of `measuring.limits_of`.
     """
     preset = load_tables().presets[arguments.preset]
-    return measuring.given(arguments, "warmup", preset), measuring.limits_of(arguments, preset)
+    return _given(arguments, "warmup", preset), measuring.limits_of(arguments, preset)
 
 
 def traced_steps(arguments: argparse.Namespace) -> int:
     """Return the number of steps to trace, by default the preset's; with ``--trace`` at least 1.
     """
-    steps = measuring.given(arguments, "traced", load_tables().presets[arguments.preset])
+    steps = _given(arguments, "traced", load_tables().presets[arguments.preset])
     wanted = arguments.traced is None and getattr(arguments, "trace", None)
     return max(steps, 1) if wanted else steps
+
+
+def _given(arguments: argparse.Namespace, name: str, defaults: object) -> Any:
+    """Return the value of an option, else that field of `defaults`."""
+    value = getattr(arguments, name)
+    return getattr(defaults, name) if value is None else value

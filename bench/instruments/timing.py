@@ -12,6 +12,7 @@ from bench.instruments.clock import Clock, time_on_all_ranks, time_on_this_rank
 from bench.instruments.step_seconds import slowest
 from bench.statistics import Interval, median_interval
 from mm3d.arrays import backend as backends
+from mm3d.arrays.plain_numbers import said
 from mm3d.tracing.events import PHASES
 
 
@@ -36,10 +37,12 @@ class Limits:
         When a limit is invalid.
     """
 
-    repetitions: int
-    max_repetitions: int
-    max_seconds: float = np.inf
-    width: float = 0.05
+    repetitions: int = said("repeat at least this often", least=1)
+    max_repetitions: int = said("repeat at most this often", least=1)
+    max_seconds: float = said("begin no repetition beyond --repetitions after this time", np.inf,
+                              above=True, letter="SECONDS")
+    width: float = said("repeat until the 95 %% confidence intervals are no wider than this "
+                        "fraction of the medians", 0.05, above=True, letter="FRACTION")
 
     def __post_init__(self) -> None:
         if self.repetitions < 1:

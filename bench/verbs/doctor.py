@@ -5,13 +5,14 @@ import shlex
 from pathlib import Path
 
 from bench import mpi
-from bench.command_line import options
-from bench.command_line.number_types import number
+from bench.command_line.config_options import add_fields, told
+from bench.command_line.number_types import number, whole
 from bench.doctor.checks import CHECKS, FAILED, Finding
 from bench.doctor.child_jobs import Facts
 from bench.document import Column, Notes, Part, Table
 from bench.errors import UsageError
 from mm3d import launcher
+from mm3d.config import Division
 from mm3d.console import say
 
 GROUP = "This machine"
@@ -22,18 +23,18 @@ OF_CHECKS = ("launcher", "ranks_per_node", "gpus_per_node", "backend", "variable
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``doctor``."""
-    parser.add_argument("--ranks", type=options.whole(1), metavar="N", help=(
+    parser.add_argument("--ranks", type=whole(1), metavar="N", help=(
         "number of ranks that the launcher shall start (default 2; 8 with --gpu whole)"))
     parser.add_argument("--launcher", metavar="COMMAND",
                         help="command that starts that many ranks of a program, such as 'srun "
                              "--mpi=pmix -n 8' (default: mpirun)")
-    parser.add_argument("--ranks-per-node", type=options.whole(0), default=0, metavar="N",
+    parser.add_argument("--ranks-per-node", type=whole(0), default=0, metavar="N",
                         help="fail when a node has more ranks (default 0: any number)")
-    parser.add_argument("--gpus-per-node", type=options.whole(0), default=0, metavar="N",
+    parser.add_argument("--gpus-per-node", type=whole(0), default=0, metavar="N",
                         help="fail when a node has fewer GPUs, or ranks share one (default 0: "
                              "none are needed)")
-    parser.add_argument("--backend", choices=("numpy", "cupy"),
-                        help="fail when a rank cannot use this array library")
+    add_fields(parser, Division, ["backend"], told(Division, ["backend"], backend=""), (
+        "fail when a rank cannot use this array library"), choices=("numpy", "cupy"), metavar=None)
     parser.add_argument("--variable", action="append", default=[], type=variable,
                         metavar="NAME=VALUE", help=(
         "fail when this environment variable does not reach a rank; may be repeated"))

@@ -4,11 +4,11 @@ import argparse
 import sys
 from dataclasses import replace
 
-from bench.cases.variants import Variant, schemes_with_option
+from bench.cases.variants import Variant
 from bench.command_line import (expert_options, grids, model_options, options,
                                 pipeline_options)
-from bench.command_line.number_types import MOST_RANKS
-from bench.command_line.scheme_options import add_scheme
+from bench.command_line.config_options import add_fields, told
+from bench.command_line.number_types import MOST_RANKS, whole
 from bench.errors import UsageError
 from bench.prediction import machine_model, memory_fit
 from bench.prediction.closed_form_plan import Plan
@@ -18,6 +18,7 @@ from bench.prediction.pipelines.training_step import predict_step
 from bench.prediction.planner import TraceOf
 from bench.reports import dry_tables, predicted_pipelines
 from mm3d import ModelSizes
+from mm3d.config import Division, Model
 from mm3d.grid.shape import GridShape
 from mm3d.model import cost
 from mm3d.model.experts.options import ExpertOptions
@@ -36,39 +37,36 @@ ON_ALL_RANKS = False
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``dry``."""
     model_options.add_model(parser)
-    add_scheme(parser)
-    parser.add_argument("--grid", metavar="XxYxZ",
-                        help="sizes of the grid's directions, or auto for the planner's choice; "
-                             "with --stages and commas between, one for each stage (default: the "
-                             "scheme's own)")
-    parser.add_argument("--rank", type=options.whole(0), default=0, metavar="N",
+    add_fields(parser, Division, ["scheme"])
+    add_fields(parser, Division, ["grid"], about=(
+        "{}, or auto for the planner's choice; with --stages and commas between, one for each "
+        "stage"), type=str)
+    parser.add_argument("--rank", type=whole(0), default=0, metavar="N",
                         help="the number of the rank, with --experts or --stages among those of "
                              "all replicas (default 0, whose blocks are the largest)")
-    options.add(parser, "keep")
-    options.add_overlap(parser, (
-        f"{' and '.join(schemes_with_option('overlap'))} communicates while ranks multiply: the "
-        f"tables count the collectives in flight, and the memory of their buffers"))
-    options.add(parser, "recompute")
+    add_fields(parser, Variant, ["keep"], told(Variant, ["keep"]))
+    add_fields(parser, Variant, ["overlap"], about=(
+        "{}; tables count the collectives in flight then, and the memory of their buffers"))
+    add_fields(parser, Division, ["recompute"])
     parser.add_argument("--memory", metavar="SIZE", help=(
         "memory of a rank, such as '16 GB': say whether the model fits, without an optimizer, or "
         "with which --recompute it would; with --data or --stages whether training by AdamW does; "
         "status 1 if it does not"))
-    parser.add_argument("--causal", action="store_true",
-                        help="let tokens attend to themselves and earlier ones only")
-    parser.add_argument("--data", type=options.whole(1, MOST_RANKS), metavar="N", help=(
+    add_fields(parser, Variant, ["causal"])
+    add_fields(parser, Division, ["data"], told(Division, ["data"], data=""), (
         "also count what a rank holds of parameters, gradients, masters and the moments of AdamW "
         "where N replicas, of equally many ranks and sequences, divide them, in each stage of "
         "ZeRO; with --stages or --experts also what the replicas send each other; those of "
-        "--context come on top, and have the same sequences"))
+        "--context come on top, and have the same sequences"), type=whole(1, MOST_RANKS))
     parser.add_argument("--machine", metavar="NAME", help=(
         "also predict seconds on this machine, a supplied one or a .toml file; --grid auto plans "
         "for it (default longhorn)"))
-    parser.add_argument("--vocab", type=options.whole(1), metavar="N", help=(
+    add_fields(parser, Model, ["vocab"], told(Model, ["vocab"], vocab=": those of --model"), (
         "with --stages: count a GPT, with embedding, head and loss for N tokens, and with "
-        "--machine predict a whole step of its training by AdamW (default: those of --model)"))
-    options.add(parser, "untied")
+        "--machine predict a whole step of its training by AdamW"))
+    add_fields(parser, Model, ["tied"])
     expert_options.add_layers(parser)
-    expert_options.add_expert_parallel(parser)
+    add_fields(parser, Division, ["expert_parallel"])
     pipeline_options.add_pipeline(parser, " of a replica")
     pipeline_options.add_inside(parser, "with --stages and --machine: ")
     options.add(parser, "hide_sums")
@@ -80,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
     grids.divide_among_replicas(arguments)
     ranks = pipeline_options.stage_ranks(arguments)
     if gpt is None:
-        sizes = grids.model_sizes(*(getattr(arguments, name) for name in SIZES))
+        sizes = grids.model_sizes(arguments)
         experts = expert_options.experts_of(arguments)
     else:
         sizes, experts = gpt.sizes(arguments.batch), gpt.experts
@@ -181,7 +179,7 @@ def _pipeline(arguments: argparse.Namespace, every: tuple[GridShape, ...], stack
     model = pipeline_options.pipeline_model(
         arguments, arguments.scheme, every, stack,
         options=tuple(_scheme_options(arguments).items()), vocab=arguments.vocab or 0,
-        expert_parallel=arguments.expert_parallel, tied=not arguments.untied)
+        tied=not arguments.untied)
     experts = stack.experts
     stage, place = divmod(place, model.places)
     layers = sum(len(model.parts[part]) for part in model.schedule.stages[stage])

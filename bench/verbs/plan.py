@@ -7,7 +7,8 @@ from functools import partial
 
 from bench.command_line import (expert_options, grids, model_options, options,
                                 pipeline_options)
-from bench.command_line.number_types import MOST_RANKS
+from bench.command_line.config_options import add_fields, told
+from bench.command_line.number_types import MOST_RANKS, whole
 from bench.command_line.progress import StatusLine
 from bench.errors import UsageError, as_usage_error
 from bench.prediction import machine_model, planner
@@ -24,6 +25,7 @@ from bench.reports.plans import training_plans
 from bench.reports.plans.layer_costs import layer_costs_parts, printed_costs_parts
 from bench.reports.plans.plan_tables import plan_remarks, plan_table
 from mm3d import ModelSizes
+from mm3d.config import Division, Model
 from mm3d.console import say
 from mm3d.model.experts.options import ExpertOptions
 from mm3d.model.experts.token_order import capacity_of
@@ -45,7 +47,7 @@ OF_LAYERS = ("ranks", "recompute", "data", "stages", *pipeline_options.OF_STAGES
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``plan``."""
-    parser.add_argument("--gpus", type=options.whole(1, MOST_RANKS), metavar="N", help=(
+    parser.add_argument("--gpus", type=whole(1, MOST_RANKS), metavar="N", help=(
         "instead, plan whole trainings of --model on N GPUs: replicas, stages, schemes and grids, "
         "ZeRO, experts, schedules, micro-batches and recomputation that fit the memory, in "
         "float16 unless --dtype says more"))
@@ -64,25 +66,23 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--contexts", type=options.numbers, metavar="N,N", help=(
         "instead, count what these numbers of ranks move that divide the positions of sequences "
         "of --model, 8192 to 524288 tokens or --seq, keys and values gathered or in a ring"))
-    parser.add_argument("--ranks", type=options.whole(1, MOST_RANKS), metavar="N",
+    parser.add_argument("--ranks", type=whole(1, MOST_RANKS), metavar="N",
                         help="ranks of the job, of all replicas")
-    options.add_sizes(parser, hidden="none", **SIZES_OF_LAYERS, heads=(
-        "those of the paper's row of this --hidden, or heads of 128 features"))
-    options.add_dtype(parser, "float16", "bfloat16", "float32", "float64")
+    add_fields(parser, Model, (*SIZES, "dtype"), told(
+        Model, (*SIZES, "dtype"), hidden=": none", heads=model_options.HEADS, **SIZES_OF_LAYERS))
     options.add(parser, "machine")
-    parser.add_argument("--top", type=options.whole(1), default=12, metavar="N",
+    parser.add_argument("--top", type=whole(1), default=12, metavar="N",
                         help="number of plans to print (default 12)")
     parser.add_argument("--costs", action="store_true", help=(
         "also print what two linear layers cost a rank in 1-D, 2-D, 2.5-D and 3-D, as counted by "
         "dry runs and as the documentation of Colossal-AI prints it, and what a Transformer layer "
         "costs the least, the mean and the busiest rank in every scheme"))
-    options.add(parser, "recompute")
+    add_fields(parser, Division, ["recompute"], told(Division, ["recompute"]))
     pipeline_options.add_replicas(parser, "replicas of the stages, among which the ranks and the "
                                           "batch are divided")
     pipeline_options.add_pipeline(parser, " of a replica")
     expert_options.add_layers(parser)
     options.add(parser, "pictures")
-    parser.set_defaults(**dict.fromkeys(DEFAULTS))
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -119,7 +119,7 @@ def run(arguments: argparse.Namespace) -> int:
     if ranks < 2:
         raise UsageError(f"--ranks {ranks}: at least 2 ranks would do, in each replica")
     machine = machine_model.load_machine(arguments.machine, dtype)
-    sizes = grids.model_sizes(*(getattr(arguments, name) for name in SIZES))
+    sizes = grids.model_sizes(arguments)
     experts = expert_options.experts_of(arguments)
     if experts:
         _check_experts(arguments, experts, sizes)

@@ -6,12 +6,15 @@ from functools import partial
 from bench.cases.paper import HEADINGS
 from bench.cases.selection import select_rows
 from bench.command_line import measuring, options, pipeline_options
+from bench.command_line.config_options import DTYPES, add_fields
+from bench.command_line.number_types import whole
 from bench.errors import UsageError, as_usage_error
 from bench.instruments import host
 from bench.prediction import machine_model
 from bench.records.journal import check_folder
 from bench.records.run_file import report_left_out
 from bench.reports.figures import style
+from mm3d.config import Division, Model
 from mm3d.console import say
 from mm3d.schemes import registry
 
@@ -39,7 +42,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", metavar="FILE.csv", help=(
         "predict the steps of training in this file, measured by others, instead; its columns "
         "are those of vTrain, see bench/prediction/README.rst"))
-    parser.add_argument("--fit", type=options.whole(1), metavar="GPUS", help=(
+    parser.add_argument("--fit", type=whole(1), metavar="GPUS", help=(
         "with --steps: fit the achieved fractions of the machine to the rows of at most so many "
         "GPUs first"))
     parser.add_argument("--table", metavar="NAMES", help=(
@@ -48,10 +51,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     pipeline_options.add_replicas(parser, "replicas of the stages, among which the ranks and the "
                                           "batch of a row are divided")
     pipeline_options.add_pipeline(parser, " and replicas")
-    parser.add_argument("--grid", type=options.stage_grids, metavar="XxYxZ", help=(
-        "with --stages: sizes of the grid's directions in a stage, such as 2x2x2, for the rows "
-        "that have such a grid; with commas between, one for each stage (default: that of each "
-        "scheme, such as a cube)"))
+    add_fields(parser, Division, ["grid"], about=(
+        "with --stages: {}, in a stage, for the rows that have such a grid; with commas between, "
+        "one for each stage"), type=options.stage_grids)
     options.add(parser, "pictures")
     add_measured(parser.add_argument_group(
         "to measure every scheme and grid now, under mpirun, beside the predictions of a machine "
@@ -64,19 +66,21 @@ def add_measured(parser: argparse._ArgumentGroup) -> None:
                         help="a product: C is M x K, the sum has N terms; may be repeated")
     parser.add_argument("--layer", type=options.sizes("HIDDEN,HEADS,BATCH,SEQ"), action="append",
                         metavar="HIDDEN,HEADS,BATCH,SEQ", help="a Transformer; may be repeated")
-    options.add_sizes(parser, layers=1)
-    parser.add_argument("--rounds", type=options.whole(1), default=20, metavar="N",
+    add_fields(parser, Model, ["layers"], {"layers": 1})
+    parser.add_argument("--rounds", type=whole(1), default=20, metavar="N",
                         help="rounds over all measurements, whose medians count (default 20)")
     known = [name for name, scheme in registry().items() if scheme.divides_work]
-    parser.add_argument("--scheme", type=options.some_of(*known), default=[], metavar="NAMES",
-                        help=f"only these, separated by commas (default: {', '.join(known)})")
+    add_fields(parser, Division, ["scheme"], {"scheme": []}, (
+        f"only these, separated by commas (default: {', '.join(known)})"),
+        type=options.some_of(*known), metavar="NAMES")
     parser.add_argument("--inside", type=lambda text: text.split(","), default=[],
                         metavar="AXES", help=(
                             "directions such as x,y,z: measure each grid once for each, placed "
                             "so that lines along it stay inside a node, where ranks fill one node "
                             "after the other (default: in the order of the grid alone)"))
-    options.add_dtype(parser)
-    measuring.add(parser, "seed", "out")
+    add_fields(parser, Model, ["dtype"], choices=DTYPES)
+    measuring.add_seed(parser)
+    measuring.add(parser, "out")
     measuring.add_stall(parser)
     measuring.add(parser, "cluster")
 

@@ -13,7 +13,8 @@ from bench.cases.row_stack import row_stack
 from bench.cases.selection import equal_token_rows, rows_by_name, select_rows, shuffle_cases
 from bench.cases.variants import Variant
 from bench.cluster.spec import rate_text
-from bench.command_line import grids, measuring, options, row_options
+from bench.command_line import grids, measuring, row_options
+from bench.command_line.config_options import add_fields, told
 from bench.command_line.publish import check_trace_file, publish_row
 from bench.document import Part
 from bench.errors import UsageError
@@ -26,15 +27,11 @@ from bench.instruments import chrome_trace, slow_links, step_seconds
 from bench.instruments.peaks import measure_peaks
 from bench.prediction import machine_model, node_memory
 from bench.records import model_run, run_file
-from bench.records.folder import read_folder
 from bench.records.journal import claim_folder
-from bench.records.kinds import sweep
 from bench.records.measurements import Group
 from bench.records.notes import split_checks
-from bench.reports.emulation.at_rates import join_rates
-from bench.reports.figures.link_sweep import make_sweep_drawings
-from bench.reports.figures.style import report_drawn, save_drawings
 from mm3d.arrays import backend as backends
+from mm3d.config import Division, Model
 from mm3d.console import say
 from mm3d.model.sizes import SIZES
 from mm3d.tracing.events import PHASES
@@ -46,13 +43,11 @@ ON_ALL_RANKS = True
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``run``."""
     row_options.add_rows(parser)
-    options.add_sizes(parser, **dict.fromkeys(SIZES, "the preset's"))
+    add_fields(parser, Model, SIZES, told(Model, SIZES, **dict.fromkeys(SIZES, ": the preset's")))
     parser.add_argument("--rows", metavar="NAMES", help=(
         "measure these rows, instead of --table and --scheme: weak:3d,strong:1d; weak:3d:1d is "
         "the row of 3d with the batch of 1d"))
-    parser.add_argument("--grid", metavar="XxYxZ", help=(
-        "sizes of the grid's directions, or auto for the planner's choice (default: the scheme's "
-        "own)"))
+    add_fields(parser, Division, ["grid"], about="{}, or auto for the planner's choice", type=str)
     parser.add_argument("--inside", default="auto", metavar="AXIS", help=(
         "the direction of the grid that stays inside a node, where ranks fill one node after the "
         "other (default auto: the one that moves the most words)"))
@@ -255,6 +250,11 @@ def show_rates(folder: Path, show: Callable[[list[Part]], None]) -> int:
 
     Return 1 if it cannot be drawn or a file was left out, else 0, as for want of results.
     """
+    from bench.records.folder import read_folder
+    from bench.records.kinds import sweep
+    from bench.reports.emulation.at_rates import join_rates
+    from bench.reports.figures.link_sweep import make_sweep_drawings
+    from bench.reports.figures.style import report_drawn, save_drawings
     found = read_folder(folder)
     records = join_rates(found.rows)
     say()

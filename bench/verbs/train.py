@@ -12,9 +12,10 @@ from typing import Any
 from mpi4py import MPI
 
 from bench.agreement import make_on_each_rank, make_on_rank_0
-from bench.command_line import (config_options, expert_options, measuring, model_options,
-                                options, pipeline_options)
-from bench.command_line.number_types import MOST_SECONDS, number
+from bench.command_line import (expert_options, measuring, model_options, options,
+                                pipeline_options)
+from bench.command_line.config_options import MESH, Told, add_fields, names_of, read, told
+from bench.command_line.number_types import whole
 from bench.command_line.publish import check_pictures, publish, report_failure
 from bench.errors import UsageError, WrongResult, as_usage_error
 from bench.experiments.torch.child import check_interpreter
@@ -47,29 +48,24 @@ COMPARED = Plan(layers=4, hidden=24, heads=6, batch=24, seq=10, steps=50, dtype=
 CHECKPOINTS = "checkpoints"
 COURSE = tuple(Course.__dataclass_fields__)
 QUIET = 10.0    # seconds without a line of progress, at most
-FIELDS = ("layers", "hidden", "heads", "batch", "seq", "steps", "seed", "dropout", "optimizer",
-          "lr", "warmup", "weight_decay", "clip", "momentum", "dtype")
-# Options of other names than the fields of `Plan` and `Course` that they set.
-OPTIONS = {"warmup": "lr_warmup", "keep": "keep_checkpoints", "max_seconds": "stop_after"}
+PLANNED = ("layers", "hidden", "heads", "batch", "seq", "steps", "seed", "dropout", "optimizer",
+           "lr", "warmup", "weight_decay", "clip", "momentum", "dtype")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``train``."""
     parser.add_argument("--text", metavar="FILE", help=(
         "learn the bytes of this file (default: the English text of Python's own help)"))
-    config_options.add_mesh(parser)
-    config_options.add_fields(parser, Division, ["in_flight"])
-    options.add_overlap(parser, "let 3d communicate while ranks multiply; 0: never (default: "
-                                "where they are on several nodes)", None)
+    add_fields(parser, Division, (*MESH, "in_flight", "overlap"))
     model_options.add_named(parser)
     expert_options.add_layers(parser)
-    expert_options.add_expert_parallel(parser)
-    config_options.add_fields(parser, Plan, FIELDS, dict.fromkeys(FIELDS), default_of,
-                              renamed=OPTIONS)
-    options.add(parser, "untied")
+    add_fields(parser, Division, ["expert_parallel"])
+    add_fields(parser, Plan, PLANNED, {name: Told(default_of(name)) for name in PLANNED})
+    add_fields(parser, Plan, ["tied"])
     pipeline_options.add_inside(parser)
-    add_course(parser)
-    parser.add_argument("--sample", type=options.whole(1), metavar="N",
+    add_fields(parser, Course, COURSE, told(Course, COURSE, checkpoints=(
+        f": a folder of its own for each text and settings, in ./{CHECKPOINTS}")))
+    parser.add_argument("--sample", type=whole(1), metavar="N",
                         help="print N bytes that the trained model writes")
     options.add_torch(parser, "the same model is trained afterwards, from the same parameters on "
                               "the same batches")
@@ -82,42 +78,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     measuring.add_stall(parser)
 
 
-def add_course(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say when to validate, keep a checkpoint, and stop."""
-    for name, about in (
-            ("validate-every", "steps between two validations with the end of the text, a tenth "
-                               "of it, that is held out"),
-            ("validation-batches", "batches of a validation, at most"),
-            ("save-every", "steps between two checkpoints"),
-            ("keep", "newest checkpoints that are kept")):
-        default = getattr(Course, name.replace("-", "_"))
-        parser.add_argument(option_of(name), type=options.whole(1), metavar="N",
-                            help=f"{about} (default {default})")
-    parser.add_argument("--checkpoints", metavar="DIR", help=(
-        f"folder of the checkpoints, from which the same command goes on (default: a folder of "
-        f"its own for each text and settings, in ./{CHECKPOINTS}); none for none"))
-    parser.add_argument("--stop-after", metavar="SECONDS", type=number(
-        above=True, most=MOST_SECONDS), help=(
-        "stop after this time with a checkpoint, as after Ctrl-C (default: no limit)"))
-    parser.add_argument("--stop-file", metavar="FILE", help=(
-        "stop with a checkpoint when this file exists, as a job does near its time limit"))
-
-
-def option_of(name: str) -> str:
-    """Return the option that sets a field of `Plan` or `Course`."""
-    return f"--{OPTIONS.get(name, name).replace('_', '-')}"
-
-
 def default_of(name: str) -> str:
     """State the default of an option, and its default with ``--compare``."""
     first, second = (getattr(plan, name) for plan in (TRAINED, COMPARED))
-    return f"default {first}" + (f"; {second} with --compare" if second != first else "")
+    return f"{first}" + (f"; {second} with --compare" if second != first else "")
 
 
 def run(arguments: argparse.Namespace, comm) -> int:
     """Train, or compare meshes; return the exit status."""
     plan = make_on_each_rank(lambda: make_plan(arguments), comm)    # all see the file of --model
-    division = config_options.read(Division, arguments)
+    division = read(Division, arguments)
     if not arguments.inside:
         return run_on(comm, arguments, plan, division)
     own = place_ranks(comm, division, arguments.inside)
@@ -166,20 +136,18 @@ def run_on(comm, arguments: argparse.Namespace, plan: Plan, division: Division) 
 def make_plan(arguments: argparse.Namespace) -> Plan:
     """Make the plan of a training from the given options, and defaults for the others."""
     start, named = COMPARED if arguments.compare else TRAINED, model_options.read_model(arguments)
-    given = {name: value for name in start.settings()
-             if (value := getattr(arguments, OPTIONS.get(name, name), None)) is not None}
     if arguments.compare:
         refuse_unused(arguments)
     if named is None:    # its vocabulary is the text's in any case
-        given |= {"tied": not arguments.untied, "experts": expert_options.experts_of(arguments)}
+        more = {"experts": expert_options.experts_of(arguments)}
     else:
-        given |= {name: getattr(named, name) for name in ("tied", "experts", "architecture")}
-    plan = Plan(**{**start.settings(), **given})
-    refuse_without_effect(plan, config_options.read(Division, arguments))
-    for name in ("save_every", "keep"):
-        value = getattr(arguments, OPTIONS.get(name, name))
+        more = {name: getattr(named, name) for name in ("tied", "experts", "architecture")}
+    plan = read(start, arguments, **more)
+    refuse_without_effect(plan, read(Division, arguments))
+    for name in ("save_every", "keep_checkpoints"):
+        value = getattr(arguments, name)
         if arguments.checkpoints == "none" and value is not None:
-            raise options.without_effect(OPTIONS.get(name, name), value, "--checkpoints DIR")
+            raise options.without_effect(name, value, "--checkpoints DIR")
     return plan
 
 
@@ -188,7 +156,7 @@ def check_ranks(arguments: argparse.Namespace, ranks: int) -> None:
 
     Raises UsageError when there is no such model, or the ranks cannot divide it so.
     """
-    config = Config(make_plan(arguments), config_options.read(Division, arguments))
+    config = Config(make_plan(arguments), read(Division, arguments))
     with as_usage_error():
         dry_run.trace(lambda comm, backend: GPT(config.on(backend), comm), ranks, 0, sys.maxsize,
                       lambda model, trace: None)
@@ -212,11 +180,11 @@ def refuse_without_effect(plan: Plan, division: Division) -> None:
 
 def refuse_unused(arguments: argparse.Namespace) -> None:
     """Refuse the options that ``--compare`` would ignore: UsageError names the first."""
-    for name in ("torch", "sample", "inside", *COURSE):
-        if getattr(arguments, OPTIONS.get(name, name), None) is not None:
-            raise UsageError(f"--compare with {option_of(name)}: it trains many models "
+    for name in ("torch", "sample", "inside", *names_of(Course, COURSE)):
+        if getattr(arguments, name) is not None:
+            raise UsageError(f"--compare with --{name.replace('_', '-')}: it trains many models "
                              f"for a few steps; leave one of them out")
-    for name in config_options.read(Division, arguments).given():
+    for name in read(Division, arguments).given():
         raise UsageError(f"--compare with --{name.replace('_', '-')}: it trains on a list of "
                          f"meshes of its own; leave one of them out")
 
@@ -227,9 +195,7 @@ def make_course(arguments: argparse.Namespace, training: Training) -> Course:
     if folder is None:
         digest = hashlib.blake2b(json.dumps(training.settings()).encode(), digest_size=4)
         folder = str(Path(CHECKPOINTS) / digest.hexdigest())
-    given = {name: value for name in COURSE
-             if (value := getattr(arguments, OPTIONS.get(name, name))) is not None}
-    return Course(**given | {"checkpoints": None if folder == "none" else folder})
+    return read(Course, arguments, checkpoints=None if folder == "none" else folder)
 
 
 class Progress:

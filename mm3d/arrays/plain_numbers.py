@@ -6,9 +6,12 @@ where a number came from, such as a learning rate before and after a checkpoint.
 """
 
 import numbers
-from dataclasses import fields
+from dataclasses import field, fields
 from decimal import Decimal
 from typing import Any, Callable
+
+
+GREATEST = 2 ** 63 - 1    # of the whole numbers that a file can hold
 
 
 def plain_number(value: Any) -> Any:
@@ -38,7 +41,7 @@ def is_number(value: Any) -> bool:
 def is_whole(value: Any, least: int = 1) -> bool:
     """Return whether the value is a whole number of at least `least`, and not a truth value."""
     whole = type(value) is int or type(value) is not bool and isinstance(value, numbers.Integral)
-    return whole and least <= value < 2 ** 63
+    return whole and least <= value <= GREATEST
 
 
 def check_whole(name: str, value: Any, least: int = 1) -> int:
@@ -58,12 +61,25 @@ def check_range(name: str, value: Any, good: Callable[[Any], bool], wanted: str)
         raise ValueError(f"{name}={value!r}: {wanted} would do")
 
 
+def said(about: str, *default: Any, **more: Any) -> Any:
+    """Define a field of a dataclass by what it is, and its default, if it has one.
+
+    Options are made of it.  Of numbers, ``least`` and ``most`` are bounds, and those ``above`` 0
+    alone will do; ``choices`` are all values.  ``nothing`` follows the word "default" in place of
+    its value; "" for no word of it.  ``option`` is the option's name, where it is another; "" for
+    none.  ``letter`` stands for its value, ``bare`` is the value where none is written.  An option
+    that sets a field to False does the ``contrary``.
+    """
+    about = {"about": about, **more}
+    return field(default=default[0], metadata=about) if default else field(metadata=about)
+
+
 class PlainFields:
     """Convert the numbers in the fields of a dataclass, frozen or not, to Python's."""
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            object.__setattr__(self, field.name, plain_number(getattr(self, field.name)))
+        for one in fields(self):
+            object.__setattr__(self, one.name, plain_number(getattr(self, one.name)))
 
     def given(self) -> dict[str, Any]:
         """Return the fields that differ from their defaults."""

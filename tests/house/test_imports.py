@@ -369,11 +369,11 @@ LOADED = {
     "report experts/ --figures": (50, 6250),
     "report paper-laptop/": (62, 7850),
     "report paper-emulated/": (102, 14500),    # it runs a layer of each row, dry
-    "draw cube": (68, 9100),    # it runs products and a layer, dry; it drew a picture
-    "draw schedule --schedule 1f1b --stages 2 --microbatches 2": (42, 3850),
-    "run --help": (132, 18000),
-    "reproduce --help": (129, 18400),
-    "train --help": (178, 23550)}
+    "draw cube": (66, 9050),    # it runs products and a layer, dry
+    "draw schedule --schedule 1f1b --stages 2 --microbatches 2": (41, 3750),
+    "run --help": (126, 17100),
+    "reproduce --help": (107, 15250),
+    "train --help": (176, 23500)}
 SAY_LOADED = """
 import contextlib, io, sys
 import mm3d

@@ -5,7 +5,8 @@ from typing import Any
 
 import mm3d
 from bench.records.measurements import Setting
-from mm3d.config import Model, said
+from mm3d.arrays.plain_numbers import said
+from mm3d.config import Model
 from mm3d.training import learning_rates, optimizers
 
 OPTIMIZERS = ("adamw", "sgd")
@@ -26,7 +27,7 @@ class Plan(Model):
     optimizer: str = said("the optimizer", "adamw", choices=OPTIMIZERS)
     lr: float = said("peak of the learning rate", 1e-3)
     warmup: int = said("steps in which the learning rate of AdamW rises; then it falls to a "
-                       "tenth, by half a cosine", 0, least=0)
+                       "tenth, by half a cosine", 0, least=0, option="lr-warmup")
     weight_decay: float = said("decay of matrices", 0.1)
     clip: float = said("largest norm of the gradient; 0 for no clipping", 1.0)
     momentum: float = said("momentum of SGD", 0.0)

@@ -17,6 +17,7 @@ from bench.experiments.training.text import Text
 from bench.experiments.training.verification import verify
 from bench.records.measurements import Check
 from mm3d.arrays import backend as backends
+from mm3d.arrays.plain_numbers import said
 from mm3d.config import Config, Division
 from mm3d.training.gpt import GPT
 from mm3d.training.norms import largest_magnitude
@@ -26,29 +27,20 @@ VERIFIED_SCALE = 128.0    # of the loss in float16: gradients neither vanish nor
 
 @dataclass(frozen=True)
 class Course:
-    """When a training validates, saves checkpoints, and stops.
+    """When a training validates, saves checkpoints, and stops."""
 
-    Attributes
-    ----------
-    validate_every, validation_batches : int
-        Steps between two validations, and batches of each.
-    checkpoints : path or None
-        The folder of checkpoints and of the history; None for none.
-    save_every, keep : int
-        Steps between two checkpoints, and how many of the newest are kept.
-    max_seconds : float, optional
-        The time after which to stop with a checkpoint.
-    stop_file : path, optional
-        Stop with a checkpoint when this file exists.
-    """
-
-    validate_every: int = 50
-    validation_batches: int = 4
-    checkpoints: str | None = None
-    save_every: int = 100
-    keep: int = 2
-    max_seconds: float | None = None
-    stop_file: str | None = None
+    validate_every: int = said("steps between two validations with the end of the text, a tenth "
+                               "of it, that is held out", 50, least=1)
+    validation_batches: int = said("batches of a validation, at most", 4, least=1)
+    save_every: int = said("steps between two checkpoints", 100, least=1)
+    keep: int = said("newest checkpoints that are kept", 2, least=1, option="keep-checkpoints")
+    checkpoints: str | None = said("folder of the checkpoints, from which the same command goes "
+                                   "on; none for none", None, letter="DIR")
+    max_seconds: float | None = said("stop after this time with a checkpoint, as after Ctrl-C",
+                                     None, above=True, letter="SECONDS",
+                                     nothing=": no limit", option="stop-after")
+    stop_file: str | None = said("stop with a checkpoint when this file exists, as a job does "
+                                 "near its time limit", None, letter="FILE", nothing="")
 
 
 @dataclass(frozen=True)

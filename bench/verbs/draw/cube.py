@@ -2,20 +2,20 @@
 
 import argparse
 from functools import partial
+from pathlib import Path
 
 from bench.command_line import options
-from bench.command_line.scheme_options import add_scheme
+from bench.command_line.config_options import add_fields
 from bench.errors import as_usage_error
 from bench.reports import block_tables
-from bench.reports.figures import cube, style
+from bench.reports.figures import style
 from bench.reports.figures.frames import MOST_RANKS
-from bench.reports.figures.layer_parts import LayerParts
-from bench.reports.figures.rank_panels import RankPanels
+from mm3d.config import Division
 from mm3d.grid.shape import GridShape
 from mm3d.schemes import find_scheme
 from mm3d.schemes.scheme import Scheme
-from mm3d.tracing.block_moves import LAYERS, product_story
-from mm3d.tracing.layer_moves import layer_story, small_sizes
+from mm3d.tracing.block_moves import LAYERS, Story, product_story
+from mm3d.tracing.layer_moves import LayerStory, layer_story, small_sizes
 
 ON_ALL_RANKS = False
 FORMS = ("ab", "abt", "atb", *LAYERS, "layer")
@@ -24,8 +24,7 @@ MOST_ROWS = 64    # of a matrix, each of which may be a block
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``draw cube``."""
-    add_scheme(parser)
-    options.add(parser, "grid")
+    add_fields(parser, Division, ["scheme", "grid"])
     parser.add_argument("--form", choices=FORMS, metavar="FORM", default="ab", help=(
         "what is computed: ab, abt or atb for C = A B, A B^T or A^T B of plain matrices; up or "
         "down for the linear layers of a block; layer for a whole Transformer layer (default ab)"))
@@ -47,24 +46,33 @@ def run(arguments: argparse.Namespace) -> int:
         if grid.ranks > MOST_RANKS:
             raise ValueError(f"--grid {grid.compact}: {grid.ranks} ranks are too many to be seen: "
                              f"{MOST_RANKS} at most would do")
-        frames, tables = _story(scheme, grid, arguments)
+        story, tables = _story(scheme, grid, arguments)
     arguments.show(tables)
-    return style.draw_pictures([partial(cube.draw_story, arguments.out, frames)]
+    return style.draw_pictures([partial(_draw, arguments.out, story)]
                                if arguments.out else [])
 
 
+def _draw(path: str, story: Story | LayerStory) -> Path:
+    """Draw the frames of a story."""
+    from bench.reports.figures.cube import draw_story
+    from bench.reports.figures.layer_parts import LayerParts
+    from bench.reports.figures.rank_panels import RankPanels
+    return draw_story(path, LayerParts(story) if isinstance(story, LayerStory) else
+                      RankPanels(story))
+
+
 def _story(scheme: type[Scheme], grid: GridShape, arguments: argparse.Namespace) -> tuple:
-    """Return what draws the frames, and the tables."""
+    """Return what the frames show, and the tables."""
     if arguments.form == "layer":
         if arguments.shape:
             raise ValueError("--shape is that of a product: leave it out, or give another --form")
         layer = layer_story(scheme, grid, small_sizes(scheme, grid), arguments.backward)
-        return LayerParts(layer), block_tables.layer_tables(layer)
+        return layer, block_tables.layer_tables(layer)
     shape = arguments.shape or (max(2, grid.ranks),) * 3
     if max(shape) > MOST_ROWS:
         raise ValueError(f"--shape {','.join(map(str, shape))}: sizes to {MOST_ROWS} would do")
     story = product_story(scheme, grid, arguments.form, shape, arguments.backward)
-    return RankPanels(story), block_tables.product_tables(story)
+    return story, block_tables.product_tables(story)
 
 
 def _default_grid(scheme: type[Scheme]) -> tuple[int, ...]:

@@ -4,8 +4,8 @@ import argparse
 from fractions import Fraction
 from functools import partial
 
-from bench.command_line import options, schedule_types
-from bench.command_line.number_types import fraction, fractions
+from bench.command_line import options
+from bench.command_line.number_types import fraction, fractions, whole
 from bench.document import Notes
 from bench.errors import UsageError, as_usage_error
 from bench.prediction.pipelines import schedule_costs
@@ -22,15 +22,15 @@ ON_ALL_RANKS = False
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``draw schedule``."""
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--schedule", type=schedule_types.schedule, metavar="NAME", help=(
+    what.add_argument("--schedule", type=options.schedule, metavar="NAME", help=(
         f"the schedule: {', '.join(registry())}; interleaved:3 has 3 chunks a rank; auto "
         f"is searched for, with one stage a rank"))
     what.add_argument("--file", metavar="FILE", help=(
         "a schedule as this verb prints it, such as an edited one; it is checked"))
-    parser.add_argument("--stages", type=options.whole(1), metavar="P",
+    parser.add_argument("--stages", type=whole(1), metavar="P",
                         help=(
         "ranks of the pipeline, each with one or more chunks of layers (needed with --schedule)"))
-    parser.add_argument("--microbatches", type=options.whole(1), metavar="M",
+    parser.add_argument("--microbatches", type=whole(1), metavar="M",
                         help="micro-batches of a step (needed with --schedule)")
     parser.add_argument("--times", type=fractions, default=(Fraction(1),) * 3,
                         metavar="F,B,W", help=(
@@ -45,8 +45,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
                         help=(
         "share of the activations, 0 to 1, kept after the gradient of the input until that of the "
         "weights is done (default 1)"))
-    parser.add_argument("--beside", type=schedule_types.schedules, default=[],
-                        metavar="NAMES", help="further schedules, with commas between")
+    parser.add_argument("--beside", type=options.schedules, default=[], metavar="NAMES",
+                        help="further schedules, with commas between")
     parser.add_argument("--picture", metavar="FILE",
                         help="draw all of them: .png, .svg or .pdf")
 

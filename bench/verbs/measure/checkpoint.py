@@ -4,12 +4,14 @@ import argparse
 from pathlib import Path
 
 from bench.agreement import make_on_rank_0
-from bench.command_line import measuring, options
+from bench.command_line import measuring
+from bench.command_line.config_options import DTYPES, add_fields, read
 from bench.command_line.publish import measure
 from bench.experiments.checkpoint import measure_checkpoint
 from bench.records.journal import check_folder, claim_folder
 from bench.reports.micro_tables import showing
 from mm3d import ModelSizes
+from mm3d.config import Model
 
 ON_ALL_RANKS = True
 
@@ -17,10 +19,11 @@ ON_ALL_RANKS = True
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``measure checkpoint``."""
     measuring.add_measurement(parser, 5, 30.0)
-    options.add_sizes(parser, layers=4, hidden=1024, heads=16)
+    sizes = {"layers": 4, "hidden": 1024, "heads": 16}
+    add_fields(parser, Model, sizes, sizes)
     parser.add_argument("--disk", metavar="DIR", help=(
         "the disk: a folder for the files, which are removed at the end (default --out)"))
-    options.add_dtype(parser)
+    add_fields(parser, Model, ["dtype"], choices=DTYPES)
 
 
 def run(arguments: argparse.Namespace, comm) -> int:
@@ -30,7 +33,7 @@ def run(arguments: argparse.Namespace, comm) -> int:
     out = claim_folder(arguments.out, comm)
     if arguments.disk:
         make_on_rank_0(lambda: check_folder(arguments.disk, "--disk"), comm)
-    sizes = ModelSizes(arguments.layers, arguments.hidden, arguments.heads, comm.size, 1)
+    sizes = read(ModelSizes, arguments, batch=comm.size, seq=1)
     return measure(f"checkpoint-p{comm.size:03d}", lambda: measure_checkpoint(
         comm, Path(arguments.disk or out), sizes, arguments.dtype, limits, arguments.seed,
         arguments.backend), out, comm, showing(arguments.show))

@@ -2,13 +2,15 @@
 
 import argparse
 
-from bench.command_line import measuring, options
-from bench.command_line.number_types import MOST_BYTES
+from bench.command_line import measuring
+from bench.command_line.config_options import DTYPES, add_fields
+from bench.command_line.number_types import MOST_BYTES, whole
 from bench.command_line.publish import measure
 from bench.experiments.products.collectives import (array_bytes, collective_grid,
                                                     measure_collectives)
 from bench.records.journal import claim_folder
 from bench.reports.micro_tables import showing
+from mm3d.config import Division, Model
 from mm3d.console import say
 
 ON_ALL_RANKS = True
@@ -18,13 +20,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``measure collectives``."""
     measuring.add(parser, "cluster")
     measuring.add_measurement(parser, 7, 1.0)
-    options.add(parser, "grid")
+    add_fields(parser, Division, ["grid"])
     for name, default, about in (
             ("least", 1024, "smallest array (default 1024); each is 4 times as large as the last"),
             ("most", 4 * 2 ** 20, "largest array (default 4194304, 4 MiB)")):
-        parser.add_argument(f"--{name}", type=options.whole(1, MOST_BYTES), default=default,
+        parser.add_argument(f"--{name}", type=whole(1, MOST_BYTES), default=default,
                             metavar="BYTES", help=about)
-    options.add_dtype(parser)
+    add_fields(parser, Model, ["dtype"], choices=DTYPES)
 
 
 def run(arguments: argparse.Namespace, comm) -> int:

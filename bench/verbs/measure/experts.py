@@ -3,12 +3,15 @@
 import argparse
 
 from bench.command_line import expert_options, measuring, options
+from bench.command_line.config_options import DTYPES, Told, add_fields, read
+from bench.command_line.number_types import whole
 from bench.command_line.publish import measure
-from bench.command_line.scheme_options import add_scheme
 from bench.experiments.experts.measured import measure_experts
 from bench.experiments.experts.problem import ExpertsCase, ExpertsSubject, make_mesh
 from bench.records.journal import claim_folder
 from bench.reports.micro_tables import showing
+from mm3d.config import Division, Model
+from mm3d.model.experts.layer import Experts
 
 ON_ALL_RANKS = True
 
@@ -16,18 +19,16 @@ ON_ALL_RANKS = True
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``measure experts``."""
     measuring.add_measurement(parser, 7, 120.0)
-    for name, default, about in (("experts", 8, "experts"),
-                                 ("data", 1, "replicas, among which the batch is divided")):
-        parser.add_argument(f"--{name}", type=options.whole(1), default=default, metavar="N",
-                            help=f"{about} (default {default})")
-    options.add_sizes(parser, hidden=512, batch=8, seq=512)
-    parser.add_argument("--wide", type=options.whole(1), metavar="N", help=(
+    add_fields(parser, Experts, ["count"], {"count": 8}, "experts")
+    add_fields(parser, Division, ["data"])
+    sizes = {"hidden": 512, "batch": 8, "seq": 512}
+    add_fields(parser, Model, sizes, sizes)
+    parser.add_argument("--wide", type=whole(1), metavar="N", help=(
         "features between the two products of an expert (default 4 times --hidden)"))
     expert_options.add_choice(parser, None)
-    expert_options.add_expert_parallel(parser, None)
-    options.add_dtype(parser)
-    add_scheme(parser, "1d")
-    options.add(parser, "grid")
+    add_fields(parser, Division, ["expert_parallel"], {"expert_parallel": Told("--data")})
+    add_fields(parser, Model, ["dtype"], choices=DTYPES)
+    add_fields(parser, Division, ["scheme", "grid"], {"scheme": "1d"})
     options.add_torch(parser, "the layer is also computed on one process with all cores: in a "
                               "loop over experts, in padded batched products, and in PyTorch's "
                               "own grouped products")
@@ -37,8 +38,8 @@ def run(arguments: argparse.Namespace, comm) -> int:
     """Verify and measure, and write the record; return the exit status."""
     limits = measuring.limits_of(arguments)
     chosen = expert_options.experts_from(arguments, None, every=1)
-    case = ExpertsCase(chosen, arguments.hidden, arguments.wide or 4 * arguments.hidden,
-                       arguments.batch, arguments.seq, arguments.dtype, arguments.seed)
+    case = read(ExpertsCase, arguments, experts=chosen,
+                wide=arguments.wide or 4 * arguments.hidden)
     # Values and gradients of both matrices of an expert, and the input, in 16 bits.
     measuring.check_memory(2 * case.hidden * (4 * chosen.count * case.wide
                                               + case.batch * case.seq), arguments.backend, comm)

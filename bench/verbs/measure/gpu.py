@@ -4,6 +4,7 @@ import argparse
 from functools import partial
 
 from bench.command_line import measuring, model_options, options
+from bench.command_line.config_options import add_fields, told
 from bench.command_line.publish import measure
 from bench.errors import UsageError
 from bench.experiments.gpu.gpu_cases import SCALES
@@ -13,6 +14,7 @@ from bench.prediction.machine_model import load_machine
 from bench.prediction.model_file import load_model
 from bench.records.journal import claim_folder
 from bench.reports.micro_tables import showing
+from mm3d.config import Model
 
 ON_ALL_RANKS = True
 OF_MODEL = "layers", "seq", "batch"    # options of --model
@@ -33,8 +35,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--graph", action="store_true", help=(
         "measure the layer also as a CUDA graph, whose kernels are launched at once"))
     model_options.add_named(parser)
-    said = "that of --model"
-    options.add_sizes(parser, layers=said, seq=said, batch=f"{BATCH} with --model")
+    said = dict.fromkeys(OF_MODEL, ": that of --model") | {"batch": f": {BATCH} with --model"}
+    add_fields(parser, Model, OF_MODEL, told(Model, OF_MODEL, **said))
     parser.add_argument("--machine", metavar="NAME", help=(
         "predict the step before it is taken, on a GPU of this machine, such as dgx-h100: seconds "
         "by this library's kernels and by fused ones, and memory (default: predict nothing)"))

@@ -5,16 +5,18 @@ import gc
 from functools import partial
 
 import mm3d
-from bench.cases.variants import schemes_with_option
+from bench.cases.variants import Variant, schemes_with_option
 from bench.command_line import measuring, options
+from bench.command_line.config_options import DTYPES, add_fields, told
+from bench.command_line.number_types import whole
 from bench.command_line.publish import measure
-from bench.command_line.scheme_options import add_scheme
 from bench.errors import UsageError, as_usage_error
 from bench.experiments.layer.layer import (COLOSSAL, MeasuredLayer, PYTORCH, check_overlap,
                                            measure_layer)
 from bench.records.journal import claim_folder
 from bench.reports.micro_tables import showing
 from mm3d import ModelSizes
+from mm3d.config import Division, Model
 
 ON_ALL_RANKS = True
 
@@ -22,24 +24,21 @@ ON_ALL_RANKS = True
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``measure layer``."""
     measuring.add_measurement(parser, 7, 60.0)
-    parser.add_argument("--hidden", type=options.numbers, default=[512, 1024, 2048],
-                        metavar="N,...",
-                        help=f"{options.SIZES['hidden']}, each measured (default 512,1024,2048)")
-    parser.add_argument("--head-size", type=options.whole(1), default=64, metavar="N",
+    add_fields(parser, Model, ["hidden"], {"hidden": [512, 1024, 2048]}, "{}, each measured",
+               type=options.numbers, metavar="N,...")
+    parser.add_argument("--head-size", type=whole(1), default=64, metavar="N",
                         help="features of an attention head (default 64)")
-    options.add_sizes(parser, batch=8, seq=512)
-    options.add_dtype(parser)
-    add_scheme(parser)
-    options.add(parser, "grid")
+    add_fields(parser, Model, ["batch", "seq"], {"batch": 8, "seq": 512})
+    add_fields(parser, Model, ["dtype"], choices=DTYPES)
+    add_fields(parser, Division, ["scheme", "grid"])
     options.add_torch(parser, "the layer is verified, instead of by the serial scheme, and "
                               "PyTorch measured beside it")
     parser.add_argument("--colossal", metavar="PYTHON", help=(
         "an interpreter that has ColossalAI, whose 3-D layers of as many processes the layer is "
         "verified with and measured beside, in place of --torch; with --keep both they move "
         "equal words"))
-    options.add(parser, "keep")
-    options.add_overlap(
-        parser, "measure the layer also with communication that goes on while ranks multiply")
+    add_fields(parser, Variant, ["keep"], told(Variant, ["keep"]))
+    add_fields(parser, Variant, ["overlap"], about="measure the layer also so: {}")
 
 
 def run(arguments: argparse.Namespace, comm) -> int:

@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from bench.command_line import measuring, options
+from bench.command_line.config_options import DTYPES, add_fields
+from bench.command_line.number_types import whole
 from bench.command_line.publish import check_trace_file, measure, report_failure
 from bench.errors import UsageError, WrongResult, as_usage_error
 from bench.experiments.products.matmul import measure_product
@@ -19,6 +21,7 @@ from bench.records.journal import claim_folder
 from bench.reports.micro_tables import showing
 from bench.statistics import median_interval
 from mm3d import launcher
+from mm3d.config import Division, Model
 from mm3d.console import say
 from mm3d.schemes.matrix_product import FORMS
 from mm3d.schemes.products_alone import algorithms_with_products
@@ -36,20 +39,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
                         metavar="M,N,K",
                         help="measure C = A B, where C is M x K and the sums have N terms; N "
                              "alone for cubes; may be repeated")
-    options.add(parser, "grid")
-    parser.add_argument("--scheme", type=options.some_of(*algorithms_with_products(), ALL),
-                        default=["3d"], metavar="NAMES", help=(
-        f"algorithm of the products (default 3d): {', '.join(algorithms_with_products())}; "
-        f"several with commas: forward by each, in turns, in one table; all: by each that has a "
-        f"grid of so many ranks"))
+    add_fields(parser, Division, ["grid"])
+    add_fields(parser, Division, ["scheme"], {"scheme": ["3d"]}, (
+        f"algorithm of the products: {', '.join(algorithms_with_products())}; several with "
+        f"commas: forward by each, in turns, in one table; all: by each that has a grid of so "
+        f"many ranks"), type=options.some_of(*algorithms_with_products(), ALL), metavar="NAMES")
     parser.add_argument("--form", type=options.some_of(*FORMS), default=["ab"], metavar="NAMES",
                         help="forms of the product, separated by commas: ab, abt, atb for "
                              "C = A B, A B^T, A^T B (default ab)")
-    options.add_dtype(parser)
+    add_fields(parser, Model, ["dtype"], choices=DTYPES)
     parser.add_argument("--trace", metavar="FILE", help=(
         "write a traced call of each product for chrome://tracing and ui.perfetto.dev; the names "
         "of several products are added to the file's"))
-    parser.add_argument("--calls", type=options.whole(1), metavar="N", help=(
+    parser.add_argument("--calls", type=whole(1), metavar="N", help=(
         f"calls in a sample (default: as many as take one process 100 ms; {CALLS} beside "
         f"ScaLAPACK)"))
     parser.add_argument("--backward", action="store_true",

@@ -12,6 +12,7 @@ from bench.cases.selection import shuffle_cases
 from bench.cluster.rates import change_links
 from bench.cluster.spec import Cluster
 from bench.command_line import measuring, row_options
+from bench.command_line.config_options import add_fields
 from bench.command_line.publish import publish_row
 from bench.errors import UsageError, as_usage_error
 from bench.experiments.rows.dilation import Dilation, set_links
@@ -23,7 +24,7 @@ from bench.records import run_file
 from bench.records.journal import claim_folder
 from bench.records.measurements import Measurements
 from mm3d.arrays import backend as backends
-from mm3d.config import Config
+from mm3d.config import Config, Division
 from mm3d.console import say
 from mm3d.transport.node_words import number_nodes
 
@@ -43,7 +44,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--machine", metavar="NAME", help=(
         "predict the steps of ranks that compute before, by this machine's model: a supplied one "
         "or a .toml file (default: nothing is predicted)"))
-    measuring.add(parser, "backend")
+    add_fields(parser, Division, ["backend"])
     measuring.add_stall(parser)
     measuring.add(parser, "cluster")
 

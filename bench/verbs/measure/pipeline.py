@@ -7,12 +7,12 @@ from fractions import Fraction
 from functools import partial
 from pathlib import Path
 
-from bench.cases.variants import WORK
-from bench.command_line import measuring, options, schedule_types
-from bench.command_line.number_types import fractions
+from bench.cases.variants import Variant
+from bench.command_line import measuring, options
+from bench.command_line.config_options import DTYPES, add_fields, read, told
+from bench.command_line.number_types import fractions, whole
 from bench.command_line.publish import (check_pictures, check_trace_file, publish,
                                         report_failure)
-from bench.command_line.scheme_options import add_scheme
 from bench.errors import WrongResult, as_usage_error
 from bench.experiments.pipeline.action_trace import make_action_trace
 from bench.experiments.pipeline.measured import measure_pipeline
@@ -24,10 +24,10 @@ from bench.records.measurements import Measurements
 from bench.reports.figures import style
 from bench.reports.micro_tables import make_parts
 from mm3d import Mesh, ModelSizes
+from mm3d.config import Division, Model
 from mm3d.console import say
 from mm3d.schemes import find_scheme
 from mm3d.training.mesh import stage_grids
-from mm3d.training.schedules import registry
 
 ON_ALL_RANKS = True
 TIMES, UNIT = (Fraction(1),) * 3, Fraction(1, 100)    # by default, with waits
@@ -38,27 +38,26 @@ UNITS = {"s": 1, "ms": Fraction(1, 1000), "us": Fraction(1, 10 ** 6)}
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``measure pipeline``."""
     measuring.add_measurement(parser, 5, 20.0)
-    parser.add_argument("--stages", type=options.whole(1), required=True, metavar="P",
-                        help="groups of ranks, each with one or more ranges of layers")
-    add_scheme(parser)
-    parser.add_argument("--grid", type=options.stage_grids, metavar="XxYxZ", help=(
-        "sizes of the grid's directions in a stage, such as 2x1x1; with commas between, one for "
-        "each stage (default: as without a pipeline, for the ranks of a stage)"))
-    parser.add_argument("--schedule", type=schedule_types.schedules, default=["1f1b", "zb-h1"],
-                        metavar="NAMES", help=(
-        f"schedules, with commas between, of {', '.join(registry())}; interleaved:3 has 3 chunks "
-        f"a rank, auto is searched for and has one (default 1f1b,zb-h1)"))
-    parser.add_argument("--microbatches", type=options.numbers, default=[8], metavar="M,...",
-                        help="micro-batches of a step (default 8)")
-    options.add_sizes(parser, layers=8, hidden=128, heads=4, seq=64)
-    parser.add_argument("--microbatch", type=options.whole(1), default=2, metavar="N",
+    add_fields(parser, Division, ["stages"], told(Division, ["stages"], stages=""), (
+        "groups of ranks, each with one or more ranges of layers"), required=True)
+    add_fields(parser, Division, ["scheme"])
+    add_fields(parser, Division, ["grid"], about=(
+        "{}, in a stage; with commas between, one for each stage"), type=options.stage_grids)
+    add_fields(parser, Division, ["schedule"], {"schedule": ["1f1b", "zb-h1"]}, (
+        "{}; several with commas between; interleaved:3 has 3 chunks a rank, auto is searched for "
+        "and has one"), type=options.schedules, metavar="NAMES")
+    add_fields(parser, Division, ["microbatches"], {"microbatches": [8]}, (
+        "micro-batches of a step; several with commas between"), type=options.numbers,
+        metavar="M,...")
+    sizes = {"layers": 8, "hidden": 128, "heads": 4, "seq": 64}
+    add_fields(parser, Model, sizes, sizes)
+    parser.add_argument("--microbatch", type=whole(1), default=2, metavar="N",
                         help="sequences in a micro-batch (default 2)")
-    options.add_dtype(parser)
-    options.add(parser, "recompute")
-    parser.add_argument("--work", default="compute", choices=WORK, help=(
+    add_fields(parser, Model, ["dtype"], choices=DTYPES)
+    add_fields(parser, Division, ["recompute"])
+    add_fields(parser, Variant, ["work"], about=(
         "what actions do: compute layers, or wait for --times with the core given away, so that "
-        "ranks may outnumber cores; messages and dependencies are real either way (default "
-        "compute)"))
+        "ranks may outnumber cores; messages and dependencies are real either way"))
     parser.add_argument("--times", type=fractions, metavar="F,B,W", help=(
         "with --work wait: times of all layers of a rank for one micro-batch, in units of "
         "--unit: forward, gradient of the input, gradient of the weights (default 1,1,1)"))
@@ -124,8 +123,7 @@ def check_ranks(arguments: argparse.Namespace, ranks: int) -> None:
 def list_cases(arguments: argparse.Namespace) -> list[PipelineCase]:
     """List the cases to measure; ValueError for impossible options, schedules or models."""
     waits = find_waits(arguments)
-    sizes = ModelSizes(arguments.layers, arguments.hidden, arguments.heads, arguments.microbatch,
-                       arguments.seq)
+    sizes = read(ModelSizes, arguments, batch=arguments.microbatch)
     return [make_pipeline_case(name, arguments.stages, microbatches, sizes, seed=arguments.seed,
                                dtype=arguments.dtype, recompute=arguments.recompute, waits=waits)
             for microbatches in arguments.microbatches for name in arguments.schedule]

@@ -21,9 +21,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``measure step``."""
     measuring.add(parser, "out")
     measuring.add_repetitions(parser, beside.LIMITS.repetitions, beside.LIMITS.max_seconds)
-    config_options.add_mesh(parser)
+    config_options.add_fields(parser, Division, config_options.MESH)
     config_options.add_fields(parser, Model, SIZES, SIZES)
-    options.add_dtype(parser)
+    config_options.add_fields(parser, Model, ["dtype"], choices=config_options.DTYPES)
     options.add_torch(parser, "PyTorch's training is measured beside it, in turns")
     parser.add_argument("--torch-parallel", type=options.some_of(*KINDS), metavar="KIND,...",
                         help=(

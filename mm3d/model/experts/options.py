@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from mm3d.arrays.plain_numbers import PlainFields, check_types, check_whole, is_number
+from mm3d.arrays.plain_numbers import PlainFields, check_types, check_whole, is_number, said
 from mm3d.names import check_name
 
 GATES = "switch", "mixtral", "gshard", "sigmoid-bias"
@@ -41,12 +41,17 @@ class ExpertDesign(PlainFields):
         What the gates are multiplied by at last.
     """
 
-    width: int | None = None
-    shared: int | None = None
-    shared_gate: bool = False
-    groups: int = 1
-    top_groups: int = 1
-    factor: float = 1.0
+    width: int | None = said("features between the products of an expert", None, least=1,
+                             nothing=": those of the perceptron", option="expert-width")
+    shared: int | None = said("the same of an expert that every token goes to", None, least=1,
+                              nothing=": none", option="shared-expert")
+    shared_gate: bool = said("multiply the shared expert's output by the sigmoid of a product "
+                             "with the token", False)
+    groups: int = said("groups of experts, of which a token goes to the best, with --gate "
+                       "sigmoid-bias", 1, least=1, option="expert-groups")
+    top_groups: int = said("groups that a token goes to", 1, least=1, option="expert-top-groups")
+    factor: float = said("what gates are multiplied by at last", 1.0, above=True,
+                         option="expert-factor")
 
     def check(self, count: int, top: int, gate: str) -> None:
         """Raise ValueError unless options with this `count`, `top` and `gate` can have it."""
@@ -131,18 +136,28 @@ class ExpertOptions(PlainFields):
         Widths, shared experts and groups of experts.
     """
 
-    count: int
-    top: int = 2
-    every: int = 2
-    capacity: float | None = 1.25
-    gate: str = "switch"
-    balance: float = 1e-2
-    z: float = 1e-3
-    convention: str = "mm3d"
-    min_capacity: int | None = None
-    order: str | None = None
-    bias_rate: float = 1e-3
-    design: ExpertDesign = PLAIN_DESIGN
+    count: int = said("put N experts in place of the perceptron of some layers", least=1,
+                      option="experts")
+    top: int = said("experts that a token is sent to", 2, least=1, option="expert-top")
+    every: int = said("one layer of so many has experts, with 1 all", 2, least=1,
+                      option="expert-every")
+    capacity: float | None = said("tokens that an expert takes, as a multiple of an equal share, "
+                                  "or none for all", 1.25, letter="X")
+    gate: str = said("what multiplies the outputs of experts", "switch", choices=GATES)
+    balance: float = said("coefficient of the balance loss", 1e-2)
+    z: float = said("coefficient of the router's z-loss", 1e-3, option="z-loss")
+    convention: str = said("whose definitions of capacity and balance loss are used", "mm3d",
+                           choices=CONVENTIONS)
+    min_capacity: int | None = said("tokens that an expert takes at least", None, least=0,
+                                    nothing="4 with --convention deepspeed, else 0")
+    order: str | None = said(
+        "whose tokens a full expert drops: the last ones by position, or second choices before "
+        "first ones", None, choices=ORDERS, option="expert-order",
+        nothing="choice with --gate gshard, and with --convention deepspeed --expert-top 2; else "
+                "position")
+    bias_rate: float = said("by how much a step changes the bias of --gate sigmoid-bias", 1e-3)
+    design: ExpertDesign = said("widths, shared experts and groups of experts", PLAIN_DESIGN,
+                                option="")
 
     @property
     def dropping_order(self) -> str:

@@ -1,5 +1,6 @@
 """Options are made from the fields of a configuration, and read into one again."""
 import argparse
+from dataclasses import replace
 
 import pytest
 
@@ -27,7 +28,7 @@ def test_what_is_given_is_read_and_the_rest_has_defaults():
 
 @pytest.mark.parametrize("words, said", [
     ("--data 0", "at least 1"), ("--zero 4", "invalid choice"), ("--grid 2y2", "such as 2x2x2"),
-    ("--recompute all", "full"), ("--lr x", "a number"), ("--warmup -1", "at least 0"),
+    ("--recompute all", "full"), ("--lr x", "a number"), ("--lr-warmup -1", "at least 0"),
     ("--optimizer adam", "invalid choice")])
 def test_what_cannot_be_read_is_refused(words, said):
     with pytest.raises(argparse.ArgumentError, match=said):
@@ -36,8 +37,20 @@ def test_what_cannot_be_read_is_refused(words, said):
 
 def test_the_help_says_what_a_field_is_and_its_default():
     parser, found = parse("", (Division, ["shards", "stages"]),
-                          (Plan, ["lr"], {"lr": None}, lambda name: f"default of {name}"))
+                          (Plan, ["lr", "tied"], config_options.told(Plan, ["lr"], lr="so much")),
+                          (Division, ["grid"], {"grid": (2, 1)}, "{}, or auto"))
     text = " ".join(parser.format_help().split())
     assert "by zero, the others having copies of their own (default all)" in text
     assert "stages of the pipeline in each replica (default 1)" in text
-    assert "peak of the learning rate (default of lr)" in text and found.lr is None
+    assert "peak of the learning rate (default so much)" in text and found.lr is None
+    assert "such as 2x2x2, or auto (default 2x1)" in text and found.grid == (2, 1)
+    assert "--untied give the head a matrix of its own" in text and found.untied is False
+
+
+def test_what_is_not_given_is_as_of_a_configuration_that_is_there():
+    start = Plan(1, 8, 4, 4, 6, lr=0.5, warmup=3, dtype="float64")
+    names = ("lr", "warmup", "dtype", "tied", "dropout")
+    _, found = parse("--lr-warmup 5 --untied --dropout 0", (
+        Plan, names, config_options.told(Plan, names)))
+    assert config_options.read(start, found) == replace(start, warmup=5, tied=False)
+    assert config_options.given(Plan, found) == {"warmup": 5, "tied": False, "dropout": 0}
