@@ -177,14 +177,14 @@ def refuse_different_words() -> None:
         sys.exit(2)
 
 
-def command() -> NoReturn:
-    """Run the program."""
+def command(run: Callable[[], int] = main) -> NoReturn:
+    """Run the program, which is `run`."""
     protect()
     if launcher.has_launched():
         refuse_different_words()
     sys.excepthook = sys.__excepthook__    # the guard prints at once what this would print
     try:
-        sys.exit(main())
+        sys.exit(run())
     except KeyboardInterrupt as error:    # before the verb began, whose ranks would wait
         if launcher.has_launched():
             guard.end_job(error)

@@ -7,15 +7,13 @@ from pathlib import Path, PurePosixPath
 SELF, GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
-def group_folders(controller: str, own: Path | None = None,
-                  groups: Path | None = None) -> list[Path]:
+def group_folders(controller: str, own: Path = SELF, groups: Path = GROUPS) -> list[Path]:
     """List the folders of this process' control groups that may limit it, with those above them.
 
     A container often sees its own group as the topmost, under a name that is not there.  Limits
     are those of a `controller`, such as "cpu" or "memory"; `own` is the file that names this
-    process' groups, by default `SELF`, and `groups` the folder of all, by default `GROUPS`.
+    process' groups, and `groups` the folder of all.
     """
-    own, groups = own or SELF, groups or GROUPS
     found: dict[Path, None] = {}
     for line in os.fsdecode(own.read_bytes()).splitlines() if own.exists() else ():
         _, kinds, name = line.split(":", 2)
@@ -27,7 +25,7 @@ def group_folders(controller: str, own: Path | None = None,
     return list(found)
 
 
-def cpu_quota(own: Path | None = None, groups: Path | None = None) -> float | None:
+def cpu_quota(own: Path = SELF, groups: Path = GROUPS) -> float | None:
     """Return how many cores' time this process may use, such as 0.5; None without a limit.
 
     It is the least quota of its control groups, of version 1 or 2, and of those above them; the

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 from bench.cluster.spec import Cluster
-from mm3d.control_groups import group_folders
+from mm3d.control_groups import GROUPS, SELF, group_folders
 
 MEMINFO = Path("/proc/meminfo")
 # Files of a control group: its limit, its use, and the part of its use that the kernel can drop.
@@ -13,23 +13,23 @@ LIMITS = (("memory.max", "memory.current", "inactive_file"),
           ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"))
 
 
-def available_memory() -> int | None:
+def available_memory(info: Path = MEMINFO, own: Path = SELF, groups: Path = GROUPS) -> int | None:
     """Return the bytes that new arrays can have here; None where the system does not tell.
 
     It is the least of the memory that Linux counts as available, and the rest below the limits of
     this process' control groups (version 1 or 2) and those above them.  The nodes of an emulated
     cluster share it equally.
     """
-    rooms = [read_bytes(MEMINFO, "MemAvailable"),
-             *(_left(folder, *files) for folder in group_folders("memory") for files in LIMITS)]
+    rooms = [_left(at, *files) for at in group_folders("memory", own, groups) for files in LIMITS]
+    rooms.append(read_bytes(info, "MemAvailable"))
     least = min((room for room in rooms if room is not None), default=None)
     cluster = Cluster.from_environment()
     return least // cluster.nodes if least and cluster else least
 
 
-def total_memory() -> int | None:
+def total_memory(meminfo: Path = MEMINFO) -> int | None:
     """Return the bytes of memory that this node has; None where the system does not tell."""
-    return read_bytes(MEMINFO, "MemTotal")
+    return read_bytes(meminfo, "MemTotal")
 
 
 def release_heap() -> None:

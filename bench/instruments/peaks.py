@@ -31,7 +31,9 @@ ROUNDS = 5          # samples; the best counts
 Step = tuple[Callable[[], Any], int]    # a call, and its operations or the bytes that it moves
 
 
-def measure_peaks(backend: Backend, dtype: str, comm, quick: bool = False) -> Group | None:
+def measure_peaks(backend: Backend, dtype: str, comm, quick: bool = False,
+                  count_caches: Callable[[], float] | None = None,
+                  rate: Callable[..., float] | None = None) -> Group | None:
     """Measure the group ``machine``: rates of matrix products and of memory; on rank 0.
 
     First one rank works while the others sleep, then as many ranks of each node as it has cores
@@ -49,11 +51,12 @@ def measure_peaks(backend: Backend, dtype: str, comm, quick: bool = False) -> Gr
     ----------
     quick : bool
         Add arrays of `LEAST` bytes, however large the caches: reports leave such a rate out.
+    count_caches, rate : callable, optional
+        By default `cache_bytes` and `best_rate`.
     """
     node = create_node_communicator(comm)
-    at_work = node.bcast(min(node.size, launcher.cores()) if backend.host_buffers
-                         else node.size)
-    caches = cache_bytes() if backend.host_buffers else math.nan
+    at_work = node.bcast(min(node.size, launcher.cores()) if backend.host_buffers else node.size)
+    caches = (count_caches or cache_bytes)() if backend.host_buffers else math.nan
     total = node.bcast(summed_bytes(math.nan if quick else caches) if backend.host_buffers
                        else ON_DEVICE)
     workers = comm.Split(int(node.rank >= at_work), comm.rank)
@@ -69,7 +72,7 @@ def measure_peaks(backend: Backend, dtype: str, comm, quick: bool = False) -> Gr
                 share = total // working if backend.host_buffers else total
                 step, amount = (_product(backend, dtype) if name == "gemm"
                                 else add_arrays(backend, share))
-                best = best_rate(step, amount, backend.synchronize, team)
+                best = (rate or best_rate)(step, amount, backend.synchronize, team)
                 found[f"{name}_{who}"] = Variable(np.float64(best * working / sharing), units, ())
                 del step
         wait_patiently(comm)

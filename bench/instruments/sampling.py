@@ -48,15 +48,15 @@ def medians(samples: Sequence[Sequence[float]]) -> list[Interval]:
 
 def take_samples_in_turns(samples: Sequence[Callable[[], Taken]], limits: timing.Limits, seed: int,
                           comm, intervals: Callable[[list[list[Taken]]], list[Interval]] = medians,
-                          warmup: int = 0) -> tuple[list[list[Taken]], str]:
+                          warmup: int = 0, now: Callable[[], float] = timing.perf_counter
+                          ) -> tuple[list[list[Taken]], str]:
     """Take one sample of each in every round, in random order, until the limits are reached.
 
-    Every rank calls this.  The first `warmup` rounds do not count.  Rounds end when all intervals
-    that `intervals` computes from the samples are narrow enough.
+    Every rank calls this; the first `warmup` rounds do not count.  `intervals` are to be narrow.
     """
     found: list[list[Taken]] = [[] for _ in samples]
     order = np.random.default_rng(seed)
-    repetitions = timing.Repetitions(limits, comm, lambda: intervals(found), warmup)
+    repetitions = timing.Repetitions(limits, comm, lambda: intervals(found), warmup, now=now)
     for counts in repetitions:
         for index in order.permutation(len(samples)):
             one = samples[index]()
@@ -195,7 +195,7 @@ def makespans_in_turns(steps: Sequence[Callable[[], object]], limits: timing.Lim
     """
     samples = [makespans(step, comm, synchronize, clock) for step in steps]
     together = replace(limits, max_seconds=limits.max_seconds * len(steps))
-    return take_samples_in_turns(samples, together, seed, comm)
+    return take_samples_in_turns(samples, together, seed, comm, now=clock.now)
 
 
 def pad_samples(samples: Sequence[Sequence[float]], shape: tuple[int, ...]) -> np.ndarray:

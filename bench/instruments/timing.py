@@ -80,9 +80,9 @@ class Repetitions:
         that count; called on rank 0 alone.
     warmup : int, optional
         Repetitions before the first that counts.
-    stop : callable, optional
-        Called on rank 0 after each repetition, also of the warm-up; if it returns true, none
-        follows, even if there are fewer than the least number, or none that counts.
+    stop, now : callable, optional
+        `stop` is called on rank 0 after each repetition, also of the warm-up; if it returns true,
+        none follows, however few there were.  `now` returns the time in seconds.
 
     Attributes
     ----------
@@ -101,22 +101,23 @@ class Repetitions:
     """
 
     def __init__(self, limits: Limits, comm, intervals: Callable[[], list[Interval]],
-                 warmup: int = 0, stop: Callable[[], bool] = lambda: False) -> None:
-        self.limits, self.comm, self.intervals = limits, comm, intervals
+                 warmup: int = 0, stop: Callable[[], bool] = lambda: False,
+                 now: Callable[[], float] = perf_counter) -> None:
+        self.limits, self.comm, self.intervals, self.now = limits, comm, intervals, now
         self.warmup, self.stop, self.ended_by = warmup, stop, ""
 
     def __iter__(self) -> Iterator[bool]:
         """Yield for each repetition whether it counts."""
-        done, begun = -self.warmup, perf_counter()
+        done, begun = -self.warmup, self.now()
         while not self.ended_by:
             if not done:
-                begun = perf_counter()
+                begun = self.now()
             yield done >= 0
             done += 1
             reason = ""
             if self.comm.rank == 0:
                 if done > 0:
-                    reason = self.limits.reached(done, perf_counter() - begun, self.intervals)
+                    reason = self.limits.reached(done, self.now() - begun, self.intervals)
                 if not reason and self.stop():
                     reason = "stopped"
             self.ended_by = self.comm.bcast(reason)

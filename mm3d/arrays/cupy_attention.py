@@ -19,14 +19,7 @@ Group = tuple[slice, slice]    # of the sequences and the heads
 Block = tuple[slice, slice]    # of the queries and the keys
 
 THREADS_PER_BLOCK, THREADS_PER_WARP = 256, 32
-MAX_SCORE_BYTES = 2 ** 28    # of attention scores that are in memory at a time
-# Least number of queries in a block under a mask, and in the blocks of all heads together.  Fewer
-# leave out more, but sums over queries are written more often, and products with no more columns
-# than a head has features leave a part of a GPU idle: 2^14 rows are 128 tiles of 128 rows, and an
-# H100 has 132 multiprocessors.
-QUERY_BLOCK, ALL_QUERIES = 256, 2 ** 14
 NO_MASK = 2 ** 31 - 1    # positions that a query may see
-KEY_STEP = 16    # a block's keys begin and end at multiples of it, so that rows are whole packs
 
 
 class GpuAttention:
@@ -37,6 +30,13 @@ class GpuAttention:
     """
 
     library: Any
+    max_score_bytes = 2 ** 28    # of attention scores that are in memory at a time
+    # Least number of queries in a block under a mask, and in the blocks of all heads together.
+    # Fewer leave out more, but sums over queries are written more often, and products with no more
+    # columns than a head has features leave a part of a GPU idle: 2^14 rows are 128 tiles of 128
+    # rows, and an H100 has 132 multiprocessors.
+    query_block, all_queries = 256, 2 ** 14
+    key_step = 16    # a block's keys begin and end at multiples of it: rows are whole packs
 
     @functools.cached_property
     def flash(self) -> FlashAttention | None:
@@ -73,7 +73,7 @@ class GpuAttention:
         (batch, queries, heads, d), kind = q.shape, self._sum_type(q)
         lse = self.library.empty((batch, heads, queries), kind)
         kinds = [kind, q.dtype] if q.dtype != kind else [kind]    # then P overwrites the scores
-        blocks = query_blocks(q.shape, k.shape[1], first, reach, _score_bytes(kinds))
+        blocks = self.query_blocks(q.shape, k.shape[1], first, reach, _score_bytes(kinds))
         for group, memory in self._groups(q, blocks, kinds):
             Q, K, V = (self._stack_heads(_select(a, group)) for a in (q, k, v))
             y = self._make_stack(_select(out, group), out.dtype)
@@ -101,7 +101,7 @@ class GpuAttention:
             return
         kind, gemms = self._sum_type(q), self.library.gemms
         scale, kinds = kind(1 / math.sqrt(d)), [kind, q.dtype]
-        blocks = query_blocks(q.shape, k.shape[1], first, reach, _score_bytes(kinds))
+        blocks = self.query_blocks(q.shape, k.shape[1], first, reach, _score_bytes(kinds))
         sums = kind if len(blocks) > 1 else q.dtype    # of the blocks
         for group, memory in self._groups(q, blocks, kinds):
             Q, K, V, dO = (self._stack_heads(_select(a, group)) for a in (*qkv, do))
@@ -125,17 +125,67 @@ class GpuAttention:
             for stack, a in zip(made, gradients):
                 self._put_stack(stack, _select(a, group))
 
+    def query_blocks(self, shape: tuple[int, ...], positions: int, first: int, reach: int,
+                     size: int) -> list[Block]:
+        """Divide queries into blocks whose scores take at most `max_score_bytes` for a head.
+
+        Parameters
+        ----------
+        shape : tuple of int
+            Numbers of sequences, of queries in one, of heads, and of a head's features.
+        positions : int
+            Number of keys in a sequence.
+        first : int
+            Position of the first query.
+        reach : int
+            How many positions a query sees, up to its own; 0 for all keys.
+        size : int
+            Bytes of a score.
+
+        Returns
+        -------
+        list of (slice, slice)
+            Queries, and the keys that one of them sees at least; the last queries first, which
+            without a window see all keys that others see.
+        """
+        batch, queries, heads, _ = shape
+        most = max(1, self.max_score_bytes // max(1, positions * size))
+        step = _even_step(queries, most)
+        if reach:
+            step = min(most, max(self.query_block,
+                                 min(most, self.all_queries) // max(1, batch * heads)))
+        blocks = []
+        for start in reversed(range(0, queries, step)):
+            rows, keys = slice(start, min(start + step, queries)), slice(0, positions)
+            if reach:
+                begin = max(0, first + rows.start - reach + 1) // self.key_step * self.key_step
+                end = min(positions, -(-(first + rows.stop) // self.key_step) * self.key_step)
+                keys = slice(min(begin, end), end)
+            blocks.append((rows, keys))
+        return blocks
+
+    def divide_heads(self, batch: int, heads: int, size: int) -> list[Group]:
+        """Divide sequences and heads into groups whose scores take at most `max_score_bytes`.
+
+        A group is all heads of some sequences, or some heads of one sequence; at least one head.
+        The first group is the largest; others have a similar size.  The scores of one head take
+        `size` bytes.
+        """
+        pairs = max(1, self.max_score_bytes // max(1, size))
+        most = (pairs // heads, heads) if pairs >= heads > 0 else (1, pairs)
+        return list(itertools.product(*map(_even_slices, (batch, heads), most)))
+
     def _groups(self, q: Array, blocks: list[Block], kinds: list[Any]
                 ) -> Iterator[tuple[Group, list[list[Array]]]]:
         """Iterate over groups of heads, with memory for the scores of each block in all `kinds`.
 
         The memory is (sequences x heads of the group, queries, keys), all kinds together at most
-        `MAX_SCORE_BYTES`, and reused for every block and group.
+        `max_score_bytes`, and reused for every block and group.
         """
         batch, _, heads, _ = q.shape
         shapes = [tuple(one.stop - one.start for one in block) for block in blocks]
         largest = max(map(math.prod, shapes), default=0)
-        groups = divide_heads(batch, heads, largest * _score_bytes(kinds))
+        groups = self.divide_heads(batch, heads, largest * _score_bytes(kinds))
         if not groups:
             return
         size = largest * math.prod(one.stop - one.start for one in groups[0])
@@ -188,57 +238,6 @@ class GpuAttention:
         elif _as_stack(out) is not None:
             return
         self.copy_rows(stack.reshape(*out.shape), out)
-
-
-def query_blocks(shape: tuple[int, ...], positions: int, first: int, reach: int, size: int
-                 ) -> list[Block]:
-    """Divide queries into blocks whose scores take at most `MAX_SCORE_BYTES` for a head.
-
-    Parameters
-    ----------
-    shape : tuple of int
-        Numbers of sequences, of queries in one, of heads, and of a head's features.
-    positions : int
-        Number of keys in a sequence.
-    first : int
-        Position of the first query.
-    reach : int
-        How many positions a query sees, up to its own; 0 for all keys.
-    size : int
-        Bytes of a score.
-
-    Returns
-    -------
-    list of (slice, slice)
-        Queries, and the keys that one of them sees at least; the last queries first, which
-        without a window see all keys that others see.
-    """
-    batch, queries, heads, _ = shape
-    most = max(1, MAX_SCORE_BYTES // max(1, positions * size))
-    step = _even_step(queries, most)
-    if reach:
-        step = min(most, max(QUERY_BLOCK, min(most, ALL_QUERIES) // max(1, batch * heads)))
-    blocks = []
-    for start in reversed(range(0, queries, step)):
-        rows, keys = slice(start, min(start + step, queries)), slice(0, positions)
-        if reach:
-            begin = max(0, first + rows.start - reach + 1) // KEY_STEP * KEY_STEP
-            end = min(positions, -(-(first + rows.stop) // KEY_STEP) * KEY_STEP)
-            keys = slice(min(begin, end), end)
-        blocks.append((rows, keys))
-    return blocks
-
-
-def divide_heads(batch: int, heads: int, size: int) -> list[Group]:
-    """Divide sequences and heads into groups whose scores take at most `MAX_SCORE_BYTES`.
-
-    A group is all heads of some sequences, or some heads of one sequence; at least one head.  The
-    first group is the largest; others have a similar size.  The scores of one head take `size`
-    bytes.
-    """
-    pairs = max(1, MAX_SCORE_BYTES // max(1, size))
-    most = (pairs // heads, heads) if pairs >= heads > 0 else (1, pairs)
-    return list(itertools.product(*map(_even_slices, (batch, heads), most)))
 
 
 def _score_bytes(kinds: list[Any]) -> int:

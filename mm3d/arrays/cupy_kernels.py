@@ -30,7 +30,6 @@ TEMPLATE_INSTANCES = [f"{name}<{kind}>" for name in KERNEL_NAMES for kind in C_T
 COMPILER_OPTIONS = ("--std=c++17",)
 
 MAX_BLOCKS = 4096            # of threads, in an elementwise kernel
-MAX_ACROSS = 16384           # blocks beside each other that can sum columns
 SUM_BLOCKS = 528             # that sum columns: four at a time on each of an H100's 132 processors
 MAX_PARTS = 128              # of a sum, which one block adds while others idle
 MAX_THREADS = 1024           # of a block that computes a row
@@ -50,6 +49,8 @@ class GpuKernels(GpuAttention):
     dtypes : tuple of dtype
         The types of arrays that the kernels take.
     """
+
+    max_across = 16384    # blocks beside each other that can sum columns
 
     def __init__(self, library: Any) -> None:
         self.library = library
@@ -279,7 +280,7 @@ class GpuKernels(GpuAttention):
         """
         (rows, cols), kind = _matrix_shape(a), self._sum_type(a)
         across = -(-cols // (32 * (16 // a.itemsize)))
-        below = SUM_BLOCKS // max(1, across) if across <= MAX_ACROSS else 1
+        below = SUM_BLOCKS // max(1, across) if across <= self.max_across else 1
         down = max(1, min(-(-rows // 64), MAX_PARTS, below))
         shape = (cols,) if count == 1 else (count, cols)
         parts = self.library.empty((down, *shape), kind) if down > 1 else 0

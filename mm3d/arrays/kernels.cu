@@ -290,7 +290,7 @@ __global__ void copy_rows(const T *x, T *y, int length, int n1, int n2, int d, l
 // --- Sums over rows: blocks of 32 packs of columns x 8 rows, a part for each block of rows ----
 
 // The blocks that have stored their parts, by columns; all zero between two kernels.  As many as
-// `mm3d.arrays.cupy_kernels.MAX_ACROSS`.
+// `mm3d.arrays.cupy_kernels.GpuKernels.max_across`.
 __device__ unsigned stored[16384];
 
 // `f` adds to N sums, one after another, of at most `width` columns each from its first argument on,

@@ -15,7 +15,6 @@ import numpy as np
 from mm3d.arrays.backend import reshape
 from mm3d.arrays.elementwise import GELU_CUBIC, GELU_SCALE, by_head, head_blocks, row_blocks
 
-QUERY_BLOCK = 64    # least number of queries in a block of scores under a causal mask
 MAX_EXPONENT = 87.0    # exp of it, and the reciprocal, have full precision in float32
 
 Array = Any
@@ -34,6 +33,7 @@ class Kernels:
     """
 
     dtypes = (np.dtype(np.float32), np.dtype(np.float64))    # of arrays that the kernels take
+    query_block = 64    # least number of queries in a block of scores under a causal mask
 
     def __init__(self, library: Any) -> None:
         self.library = library
@@ -279,7 +279,7 @@ class Kernels:
         (_, queries, heads, _), positions = q.shape, k.shape[1]
         if not causal:
             return [(slice(0, queries), positions, None)]
-        step = max(QUERY_BLOCK, 2 * self.library.block // max(1, heads * positions))
+        step = max(self.query_block, 2 * self.library.block // max(1, heads * positions))
         found = []
         for start in reversed(range(0, max(1, queries), step)):
             stop = min(start + step, queries)

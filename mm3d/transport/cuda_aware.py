@@ -8,6 +8,7 @@ import ctypes
 import functools
 import shlex
 import sys
+from typing import Callable
 
 from mpi4py import MPI
 
@@ -33,12 +34,12 @@ def _ask_mpich(function) -> bool:
 
 
 @functools.cache
-def find_problem(seconds: float = 60) -> str:
+def find_problem(seconds: float = 60, claim: Callable = claims_cuda_support) -> str:
     """Explain why MPI cannot move device arrays here; "" if it can.
 
-    A job of two ranks on this node tries it, and must end within `seconds` with status 0.
+    Unless `claim` is that it cannot, a job of two ranks here tries it, for at most `seconds`.
     """
-    if claims_cuda_support() is False:
+    if claim() is False:
         return "this MPI says that it does not read device memory"
     try:
         command = launcher.mpirun_command(2, sys.executable, "-m", "mm3d.selftest")

@@ -39,14 +39,13 @@ def test_a_grid_is_advised_as_it_is_typed(comm, shared_tmp_path, words):
     assert "grid=" not in str(caught.value)
 
 
-@pytest.mark.parametrize("main, verb", [
-    (bench_main, ["merge", "a.h5", "b"]), (bench_main, ["measure", "gemm"]),
-    (jobs_main, ["render", "--site", "gpu4"])])
-def test_an_interrupt_is_a_word(main, verb, capsys, monkeypatch):
+@pytest.mark.parametrize("program, verb", [
+    ("bench", ["merge", "a.h5", "b"]), ("bench", ["measure", "gemm"]),
+    ("jobs", ["render", "--site", "gpu4"])])
+def test_an_interrupt_is_a_word(program, verb, capsys, monkeypatch):
     """On this machine alone, on ranks, and of jobs: Ctrl-C leaves no traceback."""
     def interrupted(*_):
         raise KeyboardInterrupt
-    monkeypatch.setattr("bench.__main__.run_verb", interrupted)
-    monkeypatch.setattr("jobs.__main__.run_verb", interrupted)
-    assert status_of(main, verb) == 130
+    monkeypatch.setattr(f"{program}.__main__.run_verb", interrupted)
+    assert status_of({"bench": bench_main, "jobs": jobs_main}[program], verb) == 130
     assert capsys.readouterr().err == "interrupted\n"

@@ -1,6 +1,5 @@
 """Setup lines, modules and variables of a site file: what the scripts make of them in a shell."""
 import re
-import shutil
 import subprocess
 
 import pytest
@@ -102,17 +101,6 @@ def test_a_setup_line_that_fails_ends_the_job(tmp_path, line, status):
 def test_a_setup_line_that_ends_the_job_is_told(tmp_path, line):
     _, _, ended, said = shell(tmp_path, make(tmp_path, setup=[line]))
     assert ended is None and said == "error: a line of setup has ended the job\n"
-
-
-@pytest.mark.slow
-def test_shellcheck_has_nothing_to_say_of_setup_and_variables(tmp_path):
-    if not shutil.which("shellcheck"):
-        pytest.skip("shellcheck is not installed")
-    work = make(tmp_path, {"A": "/x:$B", "C": "$HOME/y", "D": "$E:/z", "F": "5$$", "G": ""}, [
-        "module use $HOME/it's", "source /a.sh # ours"], ["m"])
-    for text in (scripts.row_script(work, ROW), scripts.collect_script(work, [])):
-        done = subprocess.run(["shellcheck", "-"], input=text, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout
 
 
 ORDER = dict(node={"gpus": "a100:4"}, launch={"gpu_binding": "rank", "gpu_order": [3, 2, 1, 0]})

@@ -16,14 +16,13 @@ from bench.cases.case import make_case
 from bench.cases.selection import select_rows
 from bench.errors import StoreError, UsageError
 from bench.records import journal, merged, run_file
-from bench.reports import finish
 from bench.verbs import load
 from jobs import scripts, single, site, slurm, standings
 from jobs.__main__ import main
 from jobs.scripts import Work
-from records import computed_step, made_up, waited_step
+from records import computed_step, draw_only, made_up, waited_step
 from sites import HOSTILE, ROW, command_of, site_file, work_at
-from support import ROOT, run_python, status_of
+from support import ROOT, run_python
 
 # A stand-in for srun, whose parent is the step's shell, signals the job's shell, as Slurm does.
 WARN = "read -r _ _ _ job _ < /proc/$PPID/stat; kill -USR1 $job"
@@ -195,11 +194,6 @@ def executed(tmp_path, software=(), launcher="srun", variables=(), limit=scripts
     return done, (mine.runs(ROW.name) / "ended-7").read_text().strip()
 
 
-def test_a_script_that_succeeds_says_so(tmp_path):
-    done, ended = executed(tmp_path)
-    assert done.returncode == 0 and ended == "done"
-
-
 @pytest.mark.parametrize("launcher", ["srun", "mpirun"])
 def test_what_the_submitting_shell_has_set_for_slurm_reaches_no_rank(tmp_path, launcher):
     """As in a shell of another job, from which the script is submitted by hand."""
@@ -306,8 +300,9 @@ def test_pipelines_of_other_options_have_scripts_of_their_own(tmp_path, capsys):
     assert main([*given, "--name", "whale", "--", "--scheme", "1d", "--stages", "2"]) == 0
     script = Path(capsys.readouterr().out.strip())
     assert script.name == "whale.sh" and "--job-name=mm3d-whale" in script.read_text()
-    assert main([*given, "--name", "a b", "--", "--scheme", "1d", "--stages", "2"]) == 2
-    assert "--name a b: letters, digits" in capsys.readouterr().err
+    for name in ("a b", "a/b"):
+        assert main([*given, "--name", name, "--", "--scheme", "1d", "--stages", "2"]) == 2
+        assert f"--name {name}: letters, digits" in capsys.readouterr().err
     for words, said in ((["4"], "name a grid of 2, such as --grid 2x1x1"),
                         (["3"], "3 stages do not divide 8 ranks"),
                         (["2", "--grid", "3x1x1"], "a grid of 3 x 1 x 1 has 3 ranks"),
@@ -361,14 +356,6 @@ def test_a_job_finds_the_files_that_were_named_here(tmp_path, monkeypatch, capsy
                          "--data", "8", *words]) == 0
             script = Path(capsys.readouterr().out.splitlines()[0]).read_text()
             assert re.search(rf"--model(\n *|=){re.escape(str(found))}\n", script)
-
-
-@pytest.mark.parametrize("name, said", [
-    ("a/b", "--name a/b: letters, digits"), ("-x", "--name")])
-def test_a_name_that_is_none_of_a_file(tmp_path, capsys, name, said):
-    out = tmp_path / "out"
-    words = ["train", "--site", "cpu", "--ranks", "8", "--out", str(out), "--name", name]
-    assert status_of(main, words) == 2 and said in capsys.readouterr().err and not out.exists()
 
 
 def test_a_failed_row_hands_its_status_on(tmp_path):
@@ -579,10 +566,8 @@ def test_a_job_that_cannot_be_noted_is_named(
 
 
 def test_collect_merges_and_names_what_is_missing(tmp_path, capsys, monkeypatch):
-    out, drawn = tmp_path / "out", []
-    for verb, made in (("draw_figures", ([], [])), ("write_page", [out])):
-        monkeypatch.setattr(finish, verb, lambda found, made=made: drawn.append(
-            found.folder) or made)
+    out = tmp_path / "out"
+    draw_only(monkeypatch)
     mine = work_at(tmp_path)
     other = make_case(select_rows("strong", "3d")[0], "tiny")
     mine.runs(ROW.name).mkdir(parents=True)
@@ -600,7 +585,7 @@ def test_collect_merges_and_names_what_is_missing(tmp_path, capsys, monkeypatch)
     assert "2 of 2 rows done, 0 new files" in text and "2 runs merged in " in text
     runs, _ = merged.runs_in_file(out / "jobs" / "all.h5")
     assert sorted(run.configuration["table"] for run in runs) == ["strong", "weak"]
-    assert not list((out / "jobs").glob(".all-*")) and drawn == [out] * 4    # figures and page
+    assert not list((out / "jobs").glob(".all-*")) and (out / "report.html").exists()
     (out / "cut.h5").write_bytes(b"no more")
     assert main(verb) == 1
     assert capsys.readouterr().err.startswith(f"left out: {out}/cut.h5 is truncated")
@@ -636,6 +621,10 @@ def test_without_slurm(tmp_path, monkeypatch, capsys):
 def test_shellcheck_has_nothing_to_say(tmp_path, capsys):
     if not shutil.which("shellcheck"):
         pytest.skip("shellcheck is not installed")
+    named = work_at(tmp_path, environment={
+        "A": "/x:$B", "C": "$HOME/y", "D": "$E:/z", "F": "5$$", "G": ""}, software={
+            "python": "true", "setup": ["module use $HOME/it's", "source /a.sh # ours"],
+            "modules": ["m"]})
     for name in site.supplied_sites():
         out = tmp_path / name
         assert main(["render", "--site", name, "--out", str(out)]) == 0
@@ -649,7 +638,10 @@ def test_shellcheck_has_nothing_to_say(tmp_path, capsys):
         found = sorted((out / "jobs").glob("*.sh"))
         assert len(found) == 21 + steps
         assert all(path.stat().st_mode & stat.S_IXUSR for path in found[1:])
-        done = subprocess.run(["shellcheck", *found], capture_output=True, text=True)
+        (out / "row.sh").write_text(scripts.row_script(named, ROW))
+        (out / "collect.sh").write_text(scripts.collect_script(named, []))
+        done = subprocess.run(["shellcheck", *found, *out.glob("*.sh")], capture_output=True,
+                              text=True)
         assert done.returncode == 0, done.stdout
 
 

@@ -1,10 +1,22 @@
 """What a test makes is freed after it."""
 import functools
+import os
 
 import pytest
 
 import mm3d
+from mm3d import control_groups
 from mm3d.grid.grid import Grid
+
+
+@pytest.fixture
+def have_cores(monkeypatch):
+    """Let this process have some cores, its launcher others, and a quota of their time."""
+    def have(own: int, launcher: int | None = None, quota: float | None = None):
+        monkeypatch.setattr(control_groups, "cpu_quota", lambda: quota)
+        found = {0: set(range(own)), os.getppid(): set(range(launcher or own))}
+        monkeypatch.setattr(os, "sched_getaffinity", found.__getitem__, raising=False)
+    return have
 
 
 @pytest.hookimpl(wrapper=True)

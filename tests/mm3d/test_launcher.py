@@ -6,7 +6,6 @@ import warnings
 
 import pytest
 
-from mm3d import control_groups
 from mm3d import launcher as environment
 from support import run_python, run_ranks
 
@@ -14,16 +13,11 @@ BLAS = dict.fromkeys(environment.BLAS_THREAD_VARIABLES, "1")
 
 
 @pytest.fixture
-def node(monkeypatch):
+def node(monkeypatch, have_cores):
     """Make this process look like a rank on a node; nothing is imported yet."""
     for name in ("numpy", "mpi4py.MPI"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-
-    def node(own: int, launcher: int | None = None, quota: float | None = None):
-        monkeypatch.setattr(control_groups, "cpu_quota", lambda: quota)
-        cores = {0: set(range(own)), os.getppid(): set(range(launcher or own))}
-        monkeypatch.setattr(os, "sched_getaffinity", cores.__getitem__, raising=False)
-    return node
+    return have_cores
 
 
 @pytest.mark.parametrize("variables, ranks", [

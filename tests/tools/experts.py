@@ -7,10 +7,11 @@ from mm3d.model.experts.layer import ExpertsLayer
 SIZES = dict(layers=2, hidden=12, heads=2, batch=3, seq=5, dtype="float64")
 
 
-def expert_layer(model: mm3d.Transformer, number: int = -1) -> ExpertsLayer:
-    """One of the layers of experts of a model without recomputation."""
-    return [one for residual in model.layers.layers for one in residual.layers
-            if isinstance(one, ExpertsLayer)][number]
+def expert_layers(chain) -> list[ExpertsLayer]:
+    """All layers of experts of a chain, recomputed ones too."""
+    return [found for one in chain.layers for found in (
+        [one] if isinstance(one, ExpertsLayer) else
+        expert_layers(one) if hasattr(one, "layers") else [])]
 
 
 def state_of(model: mm3d.Transformer, seed: int = 3) -> dict[str, np.ndarray]:

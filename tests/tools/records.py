@@ -28,10 +28,11 @@ from mm3d.tracing.events import PHASES
 PARTS = spans.part_names("xyz")
 
 
-def draw_only(monkeypatch, *names: str) -> None:
-    """Let reports of rows have no other figures than these."""
+def draw_only(monkeypatch, *names: str, drawn_by: str = "") -> None:
+    """Let reports of rows have no other figures than these, or draw them by another function."""
+    found = {name: every_figure.FIGURES[name] for name in names}    # the others keep their order
     monkeypatch.setattr(every_figure, "FIGURES", {
-        name: every_figure.FIGURES[name] for name in names})    # the others keep their order
+        name: (drawn_by or function, about) for name, (function, about) in found.items()})
 
 
 def drawn(panel) -> dict[str, list[list[float]]]:

@@ -19,7 +19,6 @@ from bench.cases.selection import select_rows, shuffle_cases
 from bench.cases.variants import Variant
 from bench.command_line.progress import RowProgress
 from bench.doctor import census
-from bench.errors import UsageError
 from bench.experiments.rows import reproduction, row
 from bench.instruments import host
 from bench.instruments.host import command_line
@@ -196,22 +195,6 @@ def test_a_grid_that_fits_no_row_is_told_in_one_line(comm, shared_tmp_path):
     said = refused(comm, "run", "--table", "weak", *TINY, "--grid", "5x5", "--out",
                    str(shared_tmp_path / "out"))
     assert said.count("\n") == 1 and "scheme '1d' has" in said and "scheme '3d' has" in said
-
-
-@pytest.mark.ranks(1, 8)
-@pytest.mark.parametrize("words", [
-    ["run", "--table", "weak", "--scheme", "1d-sp", *TINY], ["measure", "collectives"],
-    ["measure", "layer"],
-    ["measure", "matmul", "--shape", "8", "--scheme", "1d"], ["measure", "gemm"], ["measure",
-                                                                                   "gpu"]])
-def test_no_verb_measures_arrays_without_contents(comm, shared_tmp_path, words):
-    if comm.size > 1 and words[1] in ("gemm", "gpu"):
-        return    # of one rank
-    arguments = parser(words[:2]).parse_args(
-        [*words, "--backend", "dry", "--out", str(shared_tmp_path)])
-    with pytest.raises(UsageError, match="'dry' is unknown: choose one of numpy, cupy"):
-        arguments.verb_file.run(arguments, comm)
-    assert not list(shared_tmp_path.glob("*.h5"))
 
 
 def test_a_sample_has_at_least_one_call(capsys):

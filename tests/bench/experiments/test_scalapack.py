@@ -151,9 +151,9 @@ def test_what_one_rank_lacks_all_learn(comm, monkeypatch):
     if comm.rank == 2:
         with pytest.raises(RuntimeError):
             scalapack.load_libraries(MPI.COMM_SELF, "float32", library)
-    monkeypatch.setattr(settings.backends, "get", lambda name: library())
-    error = ValueError
-    with pytest.raises(UsageError, match=r"^not here \(1 of 4 ranks\)$"):
+    if comm.rank == 2:
+        monkeypatch.setenv("MM3D_BACKEND", "nowhere")
+    with pytest.raises(UsageError, match=r"'nowhere' is unknown: .* \(1 of 4 ranks\)$"):
         settings.check_backend(None, comm)
 
 

@@ -1,5 +1,6 @@
 """What many ranks cost before they compute."""
 import os
+import sys
 from argparse import Namespace
 
 import pytest
@@ -8,7 +9,6 @@ from bench.errors import UsageError
 from bench.experiments import startup
 from bench.verbs.measure import start as verb
 from mm3d import launcher
-from mm3d.child_process import ChildResult
 from support import run_python
 
 ALONE = "MPI_LOCALNRANKS", "1"    # as on a node without a launcher
@@ -25,21 +25,20 @@ def test_many_ranks_are_started_and_timed():
     assert all(0 < float(row[-1]) <= float(row[-2]) for row in rows[2:])
 
 
-def test_ranks_are_started_as_root_and_beyond_the_cores_too(monkeypatch, capsys):
+def test_ranks_are_started_as_root_and_beyond_the_cores_too(tmp_path, monkeypatch, capsys):
     """Open MPI does so when it is told; what the user has set stays."""
-    def run(command, env, **options):
-        given.update(env)
-        return ChildResult(1, "", "no ranks")
-
-    given: dict[str, str] = {}
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))    # mpirun is beside it
+    (tmp_path / "mpirun").write_text(f"#!/bin/sh\nenv > {tmp_path}/env\necho no ranks >&2; exit 1")
+    (tmp_path / "mpirun").chmod(0o755)
     for name in launcher.PERMISSIONS:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("OMPI_ALLOW_RUN_AS_ROOT", "0")
-    monkeypatch.setattr(startup, "run_child", run)
     monkeypatch.setenv(*ALONE)
     assert verb.run(Namespace(ranks=[1])) == 1
     assert capsys.readouterr() == ("", "failed: 1 ranks:\nno ranks\n")
-    assert given == os.environ | launcher.PERMISSIONS | {"OMPI_ALLOW_RUN_AS_ROOT": "0"}
+    given = {*(tmp_path / "env").read_text().splitlines()}
+    wanted = os.environ | launcher.PERMISSIONS | {"OMPI_ALLOW_RUN_AS_ROOT": "0"}
+    assert {f"{name}={wanted[name]}" for name in (*launcher.PERMISSIONS, "HOME")} <= given
 
 
 def test_each_job_has_a_row(monkeypatch):

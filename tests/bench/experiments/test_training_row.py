@@ -27,7 +27,6 @@ from machine_files import format_machine
 from mm3d import launcher
 from mm3d.config import Config, Division, Model
 from mm3d.tracing.events import Collective
-from mm3d.tracing.trace import Trace
 from records import computed_step, format_tables, waited_step
 
 SIZES = {"layers": 4, "hidden": 16, "heads": 4, "batch": 8, "seq": 4, "vocab": 24}
@@ -123,10 +122,7 @@ def test_a_step_that_computes_moves_the_words_of_its_dry_run(comm, monkeypatch):
 
 
 @pytest.mark.ranks(2)
-def test_work_that_is_not_waited_for_writes_no_times(comm, monkeypatch):
-    found = Trace.work
-    wrong = 1.001 if comm.rank == 1 else 1
-    monkeypatch.setattr(Trace, "work", lambda *given: wrong * found(*given))
+def test_work_that_is_not_waited_for_writes_no_times(comm, wrong_work):
     with pytest.raises(Failed, match="s for its work, which takes .* s by the model"):
         training_row.measure_training(case(2, MESHES[2][0]), settings(), comm)
 

@@ -9,7 +9,6 @@ from bench.reports.paper_tables import words_agree
 from bench.validation.rules import check_waits
 from mm3d.tracing import dry_run
 from mm3d.tracing.events import PHASES
-from mm3d.tracing.trace import Trace
 from records import format_tables, only_record
 from refused import done, refused
 
@@ -57,10 +56,7 @@ def test_a_row_waits_for_the_seconds_of_the_model(comm, shared_tmp_path):
 
 
 @pytest.mark.ranks(2)
-def test_a_step_unlike_its_dry_run_writes_no_times(comm, shared_tmp_path, monkeypatch):
-    found = Trace.work
-    wrong = 1.001 if comm.rank == 1 else 1
-    monkeypatch.setattr(Trace, "work", lambda *given: wrong * found(*given))
+def test_a_step_unlike_its_dry_run_writes_no_times(comm, shared_tmp_path, wrong_work):
     said = refused(comm, "run", *FEW, *WAIT, "--rows", "weak:1d-sp", "--out", str(shared_tmp_path))
     assert not list(shared_tmp_path.glob("*.h5"))
     assert "s for its work, which takes" in said

@@ -2,6 +2,7 @@
 import functools
 import gc
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -32,12 +33,13 @@ def test_peaks_of_the_machine(comm):
 
 
 @pytest.mark.ranks(1, 4, slow=(8,))
-def test_memory_is_measured_beyond_the_caches_with_any_number_of_ranks(comm, monkeypatch):
+def test_memory_is_measured_beyond_the_caches_with_any_number_of_ranks(comm):
     """The arrays that are in use at one time are as large with 8 ranks as with one, and a node's
     rates are those of its cores, which the ranks share."""
-    def made(backend, total):
-        asked.append(total)
-        return (lambda: None), 12
+    class Small(NumpyBackend):
+        """Arrays of one element in place of large ones."""
+
+        xp = SimpleNamespace(float32=np.float32, ones=lambda shape, dtype: asked.append(shape[0]))
 
     def rated(step, amount, synchronize, team):
         teams.append(team.size)
@@ -45,16 +47,15 @@ def test_memory_is_measured_beyond_the_caches_with_any_number_of_ranks(comm, mon
 
     asked: list[int] = []
     teams: list[int] = []
-    monkeypatch.setattr(peaks, "cache_bytes", lambda: 2.0 ** 26)
-    monkeypatch.setattr(peaks, "add_arrays", made)
-    monkeypatch.setattr(peaks, "best_rate", rated)
-    find = functools.partial(peaks.measure_peaks, backend.get("numpy"), "float32", comm)
+    find = functools.partial(peaks.measure_peaks, Small(), "float32", comm, rate=rated,
+                             count_caches=lambda: 2.0 ** 26)
     group = find()
     everyone = comm.gather((asked, teams))
     if comm.rank:
         return
     busy = min(comm.size, launcher.cores())
-    assert everyone[0] == ([6 * 2 ** 26, 6 * 2 ** 26 // busy], [1, 1, busy, busy])
+    assert everyone[0] == (3 * [2 ** 25] + 3 * [6 * 2 ** 26 // busy // 12],
+                           [1, 1, busy, busy])
     assert sum(bool(sizes) for sizes, _ in everyone) == busy
     found = {name: float(v.values) for name, v in group.variables.items()}
     assert found["memory_arrays"] == 6 * 2 ** 26 and found["memory_alone"] == 1e9
@@ -62,7 +63,7 @@ def test_memory_is_measured_beyond_the_caches_with_any_number_of_ranks(comm, mon
     if comm.size == 1:
         asked.clear()
         assert find(quick=True).variables["last_level_caches"].values == 2.0 ** 26
-        assert asked == [peaks.LEAST] * 2
+        assert asked == [peaks.LEAST // 12] * 6
 
 
 def test_caches_of_a_node_are_added_up_once(tmp_path):

@@ -135,16 +135,16 @@ def test_told_to_stop(comm, after, kept):
 
 
 @pytest.mark.ranks(1, 4)
-def test_repetitions_that_follow_a_warm_up_end_alike_on_all_ranks(comm, monkeypatch):
+def test_repetitions_that_follow_a_warm_up_end_alike_on_all_ranks(comm):
     """Seconds are counted from the first that counts; rank 0 alone computes intervals."""
     seen, asked, clock = [], [], Moved()
-    monkeypatch.setattr(timing, "perf_counter", clock.now)
 
     def intervals():
         asked.append(comm.rank)
         return [median_interval([1.0, 2.0])]
 
-    repetitions = timing.Repetitions(timing.Limits(2, 9, 0.2), comm, intervals, warmup=2)
+    repetitions = timing.Repetitions(timing.Limits(2, 9, 0.2), comm, intervals, warmup=2,
+                                     now=clock.now)
     for counts in repetitions:
         seen.append(counts)
         clock.time += 0.0 if counts else 0.15

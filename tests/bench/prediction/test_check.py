@@ -15,7 +15,6 @@ from bench.prediction import beside_measured, machine_model, planner, whole_step
 from bench.prediction.work import Work, trace_work as trace_of
 from bench.records import run_file
 from mm3d.grid.shape import GridShape
-from mm3d.grid.split import Split
 from mm3d.schemes import find_scheme
 from mm3d.tracing.events import Collective, Gemm, PHASES
 from machine_files import format_machine
@@ -126,16 +125,8 @@ def test_every_work_is_verified_and_measured_once_a_round(comm):
 @pytest.mark.parametrize("work", [
     Work("layer", "1d-sp", GridShape("x", (2,)), (16, 2, 4, 4, 1)),
     Work("matmul", "3d", GridShape("xyz", (2, 1, 1)), (8, 8, 8), "ab")])
-def test_what_is_wrong_is_not_timed(comm, monkeypatch, work):
+def test_what_is_wrong_is_not_timed(comm, wrong_sums, work):
     """On one rank only; all of them say so."""
-    right = Split.reduce_scatter
-
-    def wrong(*arguments):
-        found = right(*arguments)
-        found[0] += comm.rank
-        return found
-
-    monkeypatch.setattr(Split, "reduce_scatter", wrong)
     with pytest.raises(WrongResult, match=f"^{work.label}: .* is off by .*, tolerance "):
         whole_steps.measure_works([[work]], comm, "float32", 0, 1,
                                   after=lambda turn: pytest.fail("it is timed"))

@@ -1,5 +1,4 @@
 """Contexts, counted and predicted: on real ranks, in closed form, among plans, in a table."""
-import gc
 import re
 from dataclasses import replace
 
@@ -13,17 +12,15 @@ from bench.prediction.machine_model import load_machine
 from bench.prediction.meshes.context_ways import list_places
 from bench.prediction.model_file import ModelFile
 from bench.prediction.pipelines.pipeline_model import PipelineModel
-from bench.prediction.training_plans import choices, search
-from bench.prediction.training_plans.choices import Training
+from bench.prediction.training_plans import search
+from bench.prediction.training_plans.choices import LONG_SEQ, Training
 from bench.prediction.training_plans.layer_work import Layer, trace_layer, traced_work
 from bench.prediction.pipelines.training_step import predict_step
 from bench.reports.plans.context_ways import winners
-from mm3d.arrays import backend as backends
 from mm3d.grid.shape import GridShape
 from mm3d.model.attention.costs import context_moves
 from mm3d.model.stack import Stack
 from mm3d.tracing.events import Collective
-from mm3d.training.optimizers import AdamW
 from mm3d.training.schedules import build
 from plans import Few, check_best, training, works_of
 
@@ -40,30 +37,6 @@ def made(way: str, **more) -> PipelineModel:
     return PipelineModel(build("1f1b", 2, 2), "serial",
                          (mm3d.SCHEMES["serial"].grid_shape((1,)),) * 2, stack, vocab=17,
                          context_way=way, **more)
-
-
-@WAYS
-@pytest.mark.ranks(4, slow=(8,))
-def test_a_dry_step_moves_and_holds_what_a_real_one_does(comm, monkeypatch, way):
-    """On every rank, with AdamW: calls, words, bytes and messages, and the bytes at the peak."""
-    monkeypatch.setenv("MM3D_TRANSPORT", "mpi")
-    model = made(way, context=2, data=comm.size // 4, zero=1)
-    pool = backends.get("numpy").pool
-    gc.collect()    # what other tests left does not go during the step
-    before = pool.in_use
-    pool.reset_peak()
-    gpt = model.build(model.schedule, 3, comm, "numpy")
-    gpt.reset_traffic()
-    optimizer = AdamW(gpt, 1e-3)
-    gpt.rehearse()
-    optimizer.step()
-    moved, peak = gpt.traffic(), pool.peak - before
-    gpt.free()
-    gpt.mesh.free()
-    replica, place = divmod(comm.rank, 2)
-    trace = model.whole_step(0, place, replica, optimizer=True)
-    assert trace.total_traffic() == {key: one for key, one in moved.items() if one.calls}
-    assert abs(trace.pool_peak - peak) <= 0.05 * peak    # blocks of elementwise work differ
 
 
 @WAYS
@@ -149,13 +122,18 @@ def test_a_context_in_another_place_is_priced_there(way):
 LONG = ModelFile("long", layers=4, hidden=256, heads=4, vocab=512, seq=256)
 
 
+class LongTraining(Training):
+    """A training whose sequences count as long."""
+
+    long = True
+
+
 @pytest.mark.limit(300)
-def test_the_best_plan_with_contexts_is_that_of_all_predicted_exactly(monkeypatch):
+def test_the_best_plan_with_contexts_is_that_of_all_predicted_exactly():
     """One sequence on 4 GPUs: without a context there are 4 stages alone."""
-    monkeypatch.setattr(choices, "LONG_SEQ", 256)
     every, _ = check_best(Few(
-        training(LONG, 4, 1, 30), lambda one: one.recompute == "none" and one.places == 1
-        and one.schedule == "1f1b" and one.micro == 1,
+        LongTraining(**vars(training(LONG, 4, 1, 30))), lambda one: one.recompute == "none"
+        and one.places == 1 and one.schedule == "1f1b" and one.micro == 1,
         lambda one: one.zero in (0, 2) and not one.shards))
     assert {plan.choice.context for plan in every} == {1, 2, 4}
     assert {plan.choice.way for plan in every} == {"gather", "ring"}
@@ -163,10 +141,10 @@ def test_the_best_plan_with_contexts_is_that_of_all_predicted_exactly(monkeypatc
         assert plan.choice.replicas * plan.choice.stages == 4
 
 
-def test_short_sequences_and_experts_have_no_context(monkeypatch):
+def test_short_sequences_and_experts_have_no_context():
     asked = training(LONG, 8, 2, 14)
     assert not asked.long and {one.context for one in search.Search(asked).works()} == {1}
-    monkeypatch.setattr(choices, "LONG_SEQ", 256)
+    asked = replace(asked, seq=LONG_SEQ)
     assert asked.long and not replace(asked, gpt=structs.replace(
         LONG, experts=mm3d.Experts(4))).long
 

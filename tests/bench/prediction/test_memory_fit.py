@@ -1,12 +1,9 @@
 """What fits the memory of a rank, and which policy of recomputation makes it fit."""
-import gc
 
 import pytest
 
-import mm3d
 from bench.__main__ import main
 from bench.cases.selection import select_rows
-from bench.checks import layer_residuals, tolerances
 from bench.errors import UsageError
 from bench.prediction import memory_fit
 from bench.reports.merit_rows import recomputation_notes
@@ -61,28 +58,6 @@ def test_dry_says_whether_it_fits_and_what_would(capsys):
     assert "none, selective, full, or uniform:n" in capsys.readouterr().err
 
 
-@pytest.mark.ranks(slow=(8,))
-def test_memory_of_the_real_model_is_what_the_choice_was_made_by(comm, monkeypatch):
-    """The most of any rank, as the pool counts it, is that of the dry run of rank 0."""
-    monkeypatch.setenv("MM3D_TRANSPORT", "mpi")
-    for name in ("none", "selective", "full", "uniform:2+selective"):
-        scheme = mm3d.scheme("3d", comm, GRID, "numpy")
-        pool = scheme.grid.backend.pool
-        gc.collect()    # of other tests
-        before = pool.in_use
-        pool.reset_peak()
-        model = mm3d.Transformer(scheme, **SIZES, recompute=name)
-        x, dy = model.random("input"), model.random("output gradient")
-        y, saved = model.forward(x)
-        model.backward(dy, saved)
-        most = comm.allreduce(pool.peak - before, mm3d.grid.grid.MPI.MAX)
-        block = scheme.grid.backend.block
-        del model, x, dy, y, saved
-        scheme.grid.free()
-        assert most == dry_run.extrapolate_step("3d", 8, GRID, block=block, recompute=name,
-                                                **SIZES).pool_peak, name
-
-
 def rows(name="3d"):
     """A row of a table, as a made-up run."""
     return made_up(next(row for row in select_rows("weak", name) if row.gpus == 64))
@@ -96,23 +71,6 @@ def test_tables_say_which_rows_recompute():
     assert "full: weak 3-D 64" in recomputation_notes(both)[0]
     run.configuration["equal_tokens"] = "1d"
     assert "full: weak 3-D 64 with the batch of 1-D" in recomputation_notes(both)[0]
-
-
-@pytest.mark.ranks(1, slow=(8,))
-def test_residuals_are_of_the_model_that_recomputes(comm):
-    """Of every layer as without; what is computed again is looked at, too."""
-    policies = ["uniform:2+selective"] if comm.size > 1 else ["selective", "full", "uniform:2"]
-    for name in policies:
-        scheme = mm3d.scheme("3d", comm, backend="numpy")
-        model = mm3d.Transformer(scheme, layers=3, hidden=32, heads=4, batch=8, seq=8,
-                                 recompute=name)
-        before = model.layers.layers
-        checks = layer_residuals.check_step(model, model.random("x"), model.random("dy"), 0)
-        assert {c.quantity for c in checks} == tolerances.layer_by_layer(
-            "float32", 3).keys(), name
-        assert all(check.passed for check in checks), name
-        assert model.layers.layers is before
-        scheme.grid.free()
 
 
 @pytest.mark.parametrize("dtype, each", [("float16", (2, 4, 4, 8)), ("bfloat16", (2, 4, 4, 8)),

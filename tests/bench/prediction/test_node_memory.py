@@ -13,11 +13,10 @@ from bench.cases.case import make_case
 from bench.cases.paper import Row
 from bench.cases.selection import rows_by_name
 from bench.cluster.spec import VARIABLE, Cluster
-from bench.instruments import available_memory
+from bench.instruments.available_memory import available_memory, total_memory
 from bench.prediction import memory_fit, node_memory
 from bench.prediction.node_memory import Node
 from bench.records.journal import read_entries
-from mm3d import control_groups
 from support import run_python
 
 MIB = 2 ** 20
@@ -137,15 +136,13 @@ def test_the_least_of_what_is_left(tmp_path, monkeypatch, group, files, expected
         (path.parent / ("memory.usage_in_bytes" if old else "memory.current")).write_text(
             str(2 * MIB))
         (path.parent / "memory.stat").write_text(f"total_inactive_file {MIB}\ninactive_file {MIB}")
-    monkeypatch.setattr(available_memory, "MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(control_groups, "SELF", tmp_path / "cgroup")
-    monkeypatch.setattr(control_groups, "GROUPS", tmp_path / "groups")
-    assert available_memory.available_memory() == expected
-    assert available_memory.total_memory() == 9000 * 1024
+    places = [tmp_path / name for name in ("meminfo", "cgroup", "groups")]
+    assert available_memory(*places) == expected
+    assert total_memory(places[0]) == 9000 * 1024
     monkeypatch.setenv(VARIABLE, Cluster(4, 2).to_environment())
-    assert available_memory.available_memory() == expected // 4
-    for path in ("meminfo", "cgroup"):
-        (tmp_path / path).unlink()
+    assert available_memory(*places) == expected // 4
+    for path in places[:2]:
+        path.unlink()
     if not files:
-        assert available_memory.available_memory() is None
-    assert available_memory.total_memory() is None
+        assert available_memory(*places) is None
+    assert total_memory(places[0]) is None

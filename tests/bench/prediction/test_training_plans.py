@@ -188,21 +188,24 @@ def test_hidden_sums_take_no_longer_than_the_longer_of_both():
         assert fast.shares["products"] == slow.shares["products"]
 
 
-def test_plans_that_the_library_refuses_are_counted(monkeypatch, capsys):
-    asked, predict = training(SMALL, 2, 2, 100), search.predict_step
+def test_plans_that_the_library_refuses_are_counted():
+    class Refusing(Training):
+        """A training of which the library can run no plan of `refused` stages."""
 
-    def refusing(model, *rest, **more):
-        if model.schedule.ranks == refused:
-            raise ValueError("no such pipeline")
-        return predict(model, *rest, **more)
-    monkeypatch.setattr(search, "predict_step", refusing)
-    refused = 2
+        refused = 2
+
+        def model(self, choice):
+            if choice.stages == self.refused:
+                raise ValueError("no such pipeline")
+            return super().model(choice)
+
+    asked = Refusing(**vars(training(SMALL, 2, 2, 100)))
     found = few(asked).run()
     assert found.refused and {*found.refused.values()} == {"no such pipeline"}
     (said,) = [line for line in remarks(asked, found).items if "refused" in line]
     assert said.startswith(f"the library refused {len(found.refused)} plans")
     assert next(iter(found.refused)) in said and said.endswith(": no such pipeline")
-    refused = 1
+    Refusing.refused = 1
     one = msgspec.structs.replace(SMALL, layers=1)    # no stages
     with pytest.raises(UsageError, match="can run none of .* no such pipeline"):
         few(replace(asked, gpt=one)).run()

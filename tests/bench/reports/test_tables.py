@@ -42,15 +42,6 @@ def test_hidden_sizes_are_scaled_to_whole_heads():
     assert scaled_hidden(64, 64, 32, "nearest") == 64
 
 
-@pytest.mark.parametrize("tables, schemes, named", [
-    ("medium", "3d", "'medium' is unknown: choose one of weak, strong; or all"),
-    ("weak", "3d,4d", "'4d' is unknown: choose one of 1d, 2d, 3d, 1d-sp, 2.5d, "
-     "2d-pipelined, faces, serial; or all")])
-def test_unknown_rows(tables, schemes, named):
-    with pytest.raises(UsageError, match=named):
-        select_rows(tables, schemes)
-
-
 def test_schemes_that_the_paper_lacks_have_rows_of_their_own():
     """At any number of ranks, with the sizes of the nearest row of the table."""
     weak, strong = select_rows("all", "1d-sp", ranks=27)

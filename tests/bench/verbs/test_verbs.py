@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 import mm3d
 from bench import mpi, verbs
-from bench.__main__ import command, main, parser, refuse_different_words
+from bench.__main__ import main, parser, refuse_different_words
 from bench.cases.selection import select_rows
 from bench.prediction.machine_model import load_machine
 from mm3d import selftest
@@ -209,11 +209,16 @@ def test_a_file_that_one_rank_does_not_see_lets_no_other_wait(words, file, comm,
     "measure pipeline --stages 1 --work wait --unit 1us --schedule gpipe --layers 1 "
     "--microbatches 1 --repetitions 1 --max-repetitions 1",
     "train --layers 1 --hidden 8 --heads 1 --batch 1 --seq 8 --steps 1 --checkpoints none"])
-def test_a_picture_that_is_not_drawn_is_told_by_the_status(words, monkeypatch, tmp_path):
-    for status in (0, 1):
-        monkeypatch.setattr("bench.reports.figures.style.draw_pictures", lambda draws: status)
-        assert main([*words.split(), "--pictures", str(tmp_path),
-                     "--out", str(tmp_path / str(status))]) == status
+def test_a_picture_that_is_not_drawn_is_told_by_the_status(words, tmp_path, capsys):
+    """As where a folder has its name."""
+    def status(out):
+        return main([*words.split(), "--pictures", str(tmp_path / "drawn"), "--out",
+                     str(tmp_path / out)])
+    assert status("0") == 0
+    for picture in (tmp_path / "drawn").iterdir():
+        picture.unlink()
+        picture.mkdir()
+    assert status("1") == 1 and "not drawn: " in capsys.readouterr().err
 
 
 def test_an_empty_value_is_taken_where_an_option_means_it():
@@ -227,19 +232,13 @@ def test_an_interrupt_while_modules_are_imported_is_a_word(monkeypatch, capfd):
     assert capfd.readouterr().err == "interrupted\n"
 
 
-def test_an_interrupt_before_a_verb_is_a_word_and_errors_are_printed_at_once(monkeypatch, capfd):
+def test_an_interrupt_before_a_verb_is_a_word_and_errors_are_printed_at_once():
     """By the guard, which does that where nobody else prints errors."""
-    def interrupted():
-        assert sys.excepthook is sys.__excepthook__
-        raise KeyboardInterrupt
-    for name in ("protect", "refuse_different_words"):
-        monkeypatch.setattr(f"bench.__main__.{name}", lambda: None)
-    monkeypatch.setattr("bench.__main__.launcher.has_launched", lambda: False)
-    monkeypatch.setattr("bench.__main__.main", interrupted)
-    monkeypatch.setattr(sys, "excepthook", None)
-    with pytest.raises(SystemExit) as ended:
-        command()
-    assert ended.value.code == 130 and capfd.readouterr().err == "interrupted\n"
+    done = run_python("-c", "import sys; from bench.__main__ import command\n"
+                            "sys.excepthook = None\ndef interrupted():\n"
+                            "    assert sys.excepthook is sys.__excepthook__\n"
+                            "    raise KeyboardInterrupt\ncommand(interrupted)")
+    assert done.returncode == 130 and done.stderr == "interrupted\n"
 
 
 @pytest.mark.parametrize("words, name", [(["--help"], ""), ([], "MM3D_BACKEND")])

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mm3d.arrays import backend, cupy_attention, cupy_kernels
+from mm3d.arrays import backend, cupy_kernels
+from mm3d.arrays.cupy_attention import GpuAttention
 from mm3d.model import functional, layers, rotary, swiglu, token_functions, vectors
 from rounded import DTYPES, attend, close, dtype_of, numbers
 
@@ -77,10 +78,10 @@ def test_elementwise(cupy, name):
                     close(found, expected, sums, 64 + shape[0])
 
 
-@pytest.mark.parametrize("across", [cupy_kernels.MAX_ACROSS, 2])
-def test_sums_over_blocks_of_rows(cupy, monkeypatch, across):
+@pytest.mark.parametrize("across", [cupy_kernels.GpuKernels.max_across, 2])
+def test_sums_over_blocks_of_rows(cupy, across):
     """The last block of each three adds them up, twice; more beside each other do not meet."""
-    monkeypatch.setattr(cupy_kernels, "MAX_ACROSS", across)
+    cupy.kernels.max_across = across
     a = numbers((150, 300), "float32", 1)
     for _ in range(2):
         for wide in (False, True):
@@ -320,16 +321,15 @@ def test_rounding_of_masters(cupy, name):
     (1, 1, True, 130, 2, 136), (1, 1, False, 0, 1, 1030), (2, 3, False, 0, 0, 3),
     (0, 3, True, 0, 3, 3), (2, 0, True, 0, 3, 3), (0, 0, False, 0, 0, 3),
     (2, 3, 3, 0, 6, 6), (1, 2, 1, 1, 5, 7), (1, 1, 20, 130, 2, 136), (1, 1, 7, 10, 3, 15)])
-def test_attention(cupy, monkeypatch, name, batch, heads, limit, first, queries, positions):
+def test_attention(cupy, name, batch, heads, limit, first, queries, positions):
     """Forward and backward, without a mask, causal, and to a window; also a part of the heads at a
     time; queries of a part of rows; rows of four neighbours a lane, others, and ones too long for
     the registers.  A rank without queries fills dK and dV all the same: they are added to those of
     others.  Under a mask a block has two queries."""
     d = 4
-    monkeypatch.setattr(cupy_attention, "MAX_SCORE_BYTES", 2 * queries * positions * 8)
-    monkeypatch.setattr(cupy_attention, "QUERY_BLOCK", 2)
-    monkeypatch.setattr(cupy_attention, "ALL_QUERIES", 1)
-    monkeypatch.setattr(cupy_attention, "KEY_STEP", 4)
+    kernels = cupy.kernels
+    kernels.max_score_bytes = 2 * queries * positions * 8
+    kernels.query_block, kernels.all_queries, kernels.key_step = 2, 1, 4
     _, found, expected = attend(cupy, name, (batch, queries, heads, d), positions, first, limit)
     # Of one key dQ and dK are roundings of zero, and compared beside 1.
     least = float(limit is not True and limit == 1)
@@ -357,7 +357,7 @@ def attend_from_1(cupy, shape, positions: int, name: str) -> list[np.ndarray]:
 @pytest.mark.parametrize("name", ["float32", "float16"])
 def test_scores_stay_within_their_bound(cupy, monkeypatch, name):
     """All sequences at once, some, some heads of one, some queries of one: nowhere are there more
-    bytes of scores than `MAX_SCORE_BYTES`; on the stand-in the bits are the same until queries are
+    bytes of scores than `max_score_bytes`; on the stand-in the bits are the same until queries are
     divided."""
     (batch, queries, heads, d), positions, empty = (3, 3, 3, 2), 4, cupy.empty
     one = positions * (4 + (4 if name == "float32" else 2))    # of a query, in backward
@@ -371,11 +371,11 @@ def test_scores_stay_within_their_bound(cupy, monkeypatch, name):
     assert sum(held) > batch * heads * queries * one    # both passes
     for some, parts in ((2 * heads * queries, 2), (heads * queries, 3), (2 * queries, 3 * 2),
                         (queries, 3 * 3), (2, 3 * 3 * 2), (1, 3 * 3 * 3)):
-        monkeypatch.setattr(cupy_attention, "MAX_SCORE_BYTES", some * one)
-        blocks = cupy_attention.query_blocks((batch, queries, heads, d), positions, 1,
-                                             queries + 1, one // positions)
+        cupy.kernels.max_score_bytes = some * one
+        blocks = cupy.kernels.query_blocks((batch, queries, heads, d), positions, 1,
+                                           queries + 1, one // positions)
         rows = max(block[0].stop - block[0].start for block in blocks)
-        groups = cupy_attention.divide_heads(batch, heads, rows * one)
+        groups = cupy.kernels.divide_heads(batch, heads, rows * one)
         assert len(groups) * len(blocks) == parts
         held.clear()
         found = attend_from_1(cupy, (batch, queries, heads, d), positions, name)
@@ -395,7 +395,7 @@ def test_blocks_are_large_enough_for_a_gpu(pairs, positions, size, rows):
     """Of many heads 256 queries; of fewer so many that all heads have 2^14, as far as their scores
     fit into memory."""
     batch, heads = pairs
-    blocks = cupy_attention.query_blocks((batch, positions, heads, 64), positions, 0, positions,
+    blocks = GpuAttention().query_blocks((batch, positions, heads, 64), positions, 0, positions,
                                          size)
     assert blocks == [(slice(at, at + rows), slice(0, at + rows))
                       for at in reversed(range(0, positions, rows))]
@@ -405,7 +405,7 @@ def test_blocks_are_large_enough_for_a_gpu(pairs, positions, size, rows):
 def test_blocks_leave_out_what_a_mask_hides(cupy, monkeypatch, window, seen):
     """Products and kernels have the keys alone that a query of their block sees, rounded to whole
     packs; sums over blocks go straight to the gradients."""
-    monkeypatch.setattr(cupy_attention, "ALL_QUERIES", 1)
+    cupy.kernels.all_queries = 1
     products: list[tuple[int, ...]] = []
     rows: list[tuple[int, ...]] = []
     gemms, launch, n, d = cupy.gemms, cupy.kernels._launch, 520, 4

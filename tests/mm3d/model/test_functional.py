@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import mm3d
-from mm3d.arrays import backend, numpy_kernels
+from mm3d.arrays import backend
 from mm3d.arrays.elementwise import row_blocks
 from mm3d.arrays.numpy_kernels import Kernels
 from mm3d.model import functional
@@ -21,11 +21,11 @@ from reference import relative_error
 
 
 @pytest.fixture(params=[8, 16384], ids=["blocks", "whole"])
-def blocks(request, monkeypatch, no_backends):
+def blocks(request, no_backends):
     """Work in blocks of two rows of 4, of some heads and of two queries, and a last smaller one;
     and in one go."""
-    backend.get("numpy").block = request.param
-    monkeypatch.setattr(numpy_kernels, "QUERY_BLOCK", 2)
+    library = backend.get("numpy")
+    library.block, library.kernels.query_block = request.param, 2
 
 
 def normal(seed, *shape):
@@ -160,10 +160,9 @@ def test_attention_with_large_scores():
     assert np.array_equal(y, v[:, ::-1]) and np.array_equal(lse, np.full((1, 1, 4), 5000.0))
 
 
-def test_hidden_scores_are_left_out(monkeypatch, no_backends):
+def test_hidden_scores_are_left_out(no_backends):
     """Under a causal mask, block by block: 1 + 2 + 3 + 4 of 16 parts, in backward as well."""
     library, counted = backend.get("numpy"), []
-    monkeypatch.setattr(numpy_kernels, "QUERY_BLOCK", 2)
     library.block = 8
 
     class Counting:
@@ -176,6 +175,7 @@ def test_hidden_scores_are_left_out(monkeypatch, no_backends):
             counted.append(a.size * b.shape[-1])
             return np.matmul(a, b, out=out)
     library.xp = Counting()
+    library.kernels.query_block = 2
     q, k, v, dy = (normal(n, 1, 8, 3, 4) for n in range(4))
     parts = [3 * 2 * 2 * 4] * 10    # of two queries and two positions
     _, lse = functional.attention_forward(q, k, v, 0, True, np.empty_like(q))
@@ -233,7 +233,7 @@ def test_fast_versions_are_the_readable_ones(blocks, dtype, tolerance, how, monk
         seen.add(name)
     softmax = {"softmax_statistics", "softmax_gradient"}    # see test_cross_entropy.py
     assert seen == {name for name in vars(Kernels) if not name.startswith("_")} - {
-        "dtypes", "np"} - softmax
+        "dtypes", "query_block", "np"} - softmax
 
 
 def layers(scheme):

@@ -9,7 +9,7 @@ from bench.instruments.spans import Recorder
 from mm3d import ModelSizes
 from mm3d.arrays import backend
 from mm3d.model import cost
-from mm3d.model.recomputation import POLICIES, Policy, parse_policy
+from mm3d.model.recomputation import POLICIES, parse_policy
 from mm3d.model.chains import Recomputed
 from mm3d.schemes.line_product import LineProduct
 from mm3d.schemes.product import Product
@@ -102,14 +102,6 @@ def test_what_is_kept_is_what_the_policies_say():
         assert model.saved_bytes(saved) == 4 * words * M * h, name
         if name == "full":
             assert saved[0] is x
-
-
-@pytest.mark.parametrize("name, expected", [
-    ("none", Policy()), ("selective", Policy(True, 0)), ("full", Policy(False, 1)),
-    ("uniform:1", Policy(False, 1)), ("uniform:12", Policy(False, 12)),
-    ("full+selective", Policy(True, 1)), ("uniform:3+selective", Policy(True, 3))])
-def test_names_of_policies(name, expected):
-    assert parse_policy(name) == expected
 
 
 @pytest.mark.parametrize("name", ["", "all", "uniform", "uniform:0", "uniform:-1", "uniform:x",

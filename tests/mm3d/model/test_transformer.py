@@ -151,30 +151,3 @@ def test_micro_batches_in_flight(comm):
             for name, arrays in (("x", x), ("dy", dy)):
                 assert all(np.array_equal(a, model.random(f"{name} {n}"))
                            for n, a in enumerate(arrays)), parallelism
-
-
-@pytest.mark.ranks(1, slow=(4, 6))    # several ranks are compared with one
-@pytest.mark.parametrize("causal", [False, True])
-def test_attention_sees_every_position(comm, causal):
-    """A changed token changes all outputs of its sequence, under a causal mask those from its own
-    position on, and no other to the bit; gradients flow back along the same paths.
-
-    Positions and sequences lie on different ranks; three of five sequences are changed.
-    """
-    size = dict(layers=1, hidden=20, heads=5, batch=5, seq=5)
-    changes = np.zeros((5, 5, 20))
-    reached = {name: np.zeros(changes.shape, bool) for name in ("y", "dx")}
-    for b, t in ((0, 0), (2, 2), (4, 4)):
-        changes[b, t] = np.linspace(-1, 1, 20)
-        reached["y"][b, t if causal else 0:] = True
-        reached["dx"][b, :t + 1 if causal else 5] = True
-    for parallelism in PARALLELISMS[comm.size]:
-        with parallelism.on(comm) as scheme:
-            model = mm3d.Transformer(scheme, **size, dtype="float64", causal=causal)
-            x, dy, change = model.random("x"), model.random("dy"), model.shard(changes)
-            y, saved = model.forward(x)
-            found = {"y": model.forward(x + change)[0] != y,
-                     "dx": model.backward(dy + change, saved) != model.backward(dy, saved)}
-            for name, a in found.items():
-                place = model.outer.layout().slices(scheme.grid, model.shape)
-                assert np.array_equal(a, reached[name][place]), f"{parallelism}: {name}"

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import mm3d
+from experts import expert_layers
 from mm3d.arrays import backend as backends
 from mm3d.model.experts.options import ExpertDesign
-from mm3d.model.experts.layer import ExpertsLayer
 from mm3d.tracing import dry_run
 from mm3d.training.optimizers import SGD, AdamW
 from mm3d.training.schedules import registry
@@ -121,13 +121,6 @@ def choose_in_turn(model: mm3d.GPT) -> None:
                 found[...] = logits
                 return found, saved
             layer.router.forward = forward
-
-
-def expert_layers(chain) -> list[ExpertsLayer]:
-    """All layers of experts of a chain, recomputed ones too."""
-    return [found for one in chain.layers for found in (
-        [one] if isinstance(one, ExpertsLayer) else
-        expert_layers(one) if hasattr(one, "layers") else [])]
 
 
 def programs(seed: int, count: int) -> list[Program]:

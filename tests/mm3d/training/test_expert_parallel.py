@@ -6,8 +6,8 @@ from mpi4py import MPI
 
 import mm3d
 from expert_gpts import CASES, SIZES, serial, train
+from experts import expert_layers
 from gpts import case_of, differences, tokens_and_targets
-from mm3d.model.experts.layer import ExpertsLayer
 from mm3d.training.mesh import expert_shards
 from models import different
 
@@ -57,7 +57,8 @@ def test_copies_of_an_expert_with_and_without_tokens_are_summed(comm, zero):
                        (mm3d.Mesh(comm, data=4, scheme="serial"), {"expert_parallel": 2})):
         model = mm3d.GPT(mesh, **sizes, experts=mm3d.Experts(2, top=1, every=2, capacity=None),
                          dtype="float64", zero=zero, **more)
-        router, rows = experts_layer(model).router, model.pipeline.rows[0]
+        layer, = expert_layers(model.pipeline.chunks[0].layers)
+        router, rows = layer.router, model.pipeline.rows[0]
         second = np.repeat(np.arange(rows.start, rows.stop) >= BATCH // 2, sizes["seq"])
 
         def forward(x, own=router.forward, logits=np.stack([~second, second], axis=1)):
@@ -75,10 +76,3 @@ def test_copies_of_an_expert_with_and_without_tokens_are_summed(comm, zero):
     (4, 1, 4), (4, 2, 2), (4, 4, 1), (2, 4, 1), (1, 2, 1), (2, 3, 2), (4, 6, 2)])
 def test_zero_divides_what_a_group_has_until_whole_groups_of_shards_are_full(shards, parts, found):
     assert expert_shards(shards, parts) == found
-
-
-def experts_layer(model) -> ExpertsLayer:
-    """The layer with experts of the second layer of a model."""
-    found, = (layer for block in model.pipeline.chunks[0].layers.layers for layer in block.layers
-              if isinstance(layer, ExpertsLayer))
-    return found

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 import mm3d
-from mm3d import control_groups
 from mm3d.grid.split import Split
 from mm3d.transport import barrier, call_check
 from mm3d.transport.segments import MESSAGE_BYTES, SEGMENT_BYTES, SharedMemory
@@ -201,14 +200,13 @@ def test_backward_takes_what_forward_gave_or_a_copy_of_it(comm):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("cores, looks", [(1, 0), (2, barrier.OWN_CORE_LOOKS)])
-def test_ranks_look_longer_before_they_sleep_where_each_has_a_core(comm, monkeypatch, cores,
-                                                                   looks):
+@pytest.mark.parametrize("own, looks", [(1, 0), (2, barrier.OWN_CORE_LOOKS)])
+def test_ranks_look_longer_before_they_sleep_where_each_has_a_core(comm, monkeypatch, have_cores,
+                                                                   own, looks):
     """As many times as ranks and cores say; the other rank comes when this one is asleep."""
     monkeypatch.setenv("MPI_LOCALNRANKS", "2")
     monkeypatch.delenv("SLURM_CPUS_ON_NODE", raising=False)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
-    monkeypatch.setattr(control_groups, "cpu_quota", lambda: None)
+    have_cores(own)
     with on_grid(comm, x=2) as grid:
         waiting = grid.x.transport.memory.barrier
         # A sleep that is over without a call wakes MPI: then this rank has slept.

@@ -336,9 +336,11 @@ def test_a_device_transport_does_not_carry_host_arrays(comm, monkeypatch):
         assert mm3d.Grid(mm3d.grid.grid.MPI.COMM_SELF, "numpy", x=1).x.all_gather(name) == name
 
 
-def test_a_job_that_does_not_end_proves_nothing(monkeypatch):
+def test_a_job_that_does_not_end_proves_nothing(tmp_path, monkeypatch):
     """Nor one that fails, nor an MPI that says no; each answer is asked for once."""
-    monkeypatch.setattr(cuda_aware, "claims_cuda_support", lambda: True)
+    find, python, mpirun = cuda_aware.find_problem.__wrapped__, sys.executable, tmp_path / "mpirun"
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))    # mpirun is beside it
+    mpirun.touch(0o755)
     monkeypatch.setenv("SLURM_JOB_ID", "7")    # of which the job knows nothing
     for name in cuda_aware.launcher.PERMISSIONS:    # as started by a plain mpirun
         monkeypatch.delenv(name, raising=False)
@@ -347,12 +349,10 @@ def test_a_job_that_does_not_end_proves_nothing(monkeypatch):
     for seconds, program, expected in (
             (2, "import time; time.sleep(60)", "did not end within 2 seconds"),
             (60, "raise SystemExit(3)", "ended with status 3"), (60, alone, "")):
-        monkeypatch.setattr(cuda_aware.launcher, "mpirun_command",
-                            lambda *_, program=program: [sys.executable, "-c", program])
-        found = cuda_aware.find_problem.__wrapped__(seconds=seconds)
+        mpirun.write_text(f"#!{python}\n{program}\n")
+        found = find(seconds, lambda: True)
         assert found.endswith(expected) and bool(found) == bool(expected), found
-    monkeypatch.setattr(cuda_aware, "claims_cuda_support", lambda: False)
-    assert "says that it does not" in cuda_aware.find_problem.__wrapped__()
+    assert "says that it does not" in find(claim=lambda: False)
 
 
 # --- The backend ---------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import pytest
 from mpi4py import MPI
 
 import mm3d
-from experts import SIZES, activations, expert_layer, state_of
+from experts import SIZES, activations, expert_layers, state_of
 from mm3d.arrays import backend
 from mm3d.model.experts.options import ExpertDesign
 from mm3d.model.experts.gates import choose, gates_backward
@@ -81,7 +81,7 @@ def test_the_layer_is_the_sum_of_its_experts_and_the_shared_one(experts):
         model = mm3d.Transformer(scheme, **SIZES, experts=experts, **LLAMA)
         state = state_of(model)
         model.load(state)
-        layer, (x, _) = expert_layer(model), activations(model)
+        layer, (x, _) = expert_layers(model.layers)[-1], activations(model)
         y = layer.forward(x)[0]
     p = {name.removeprefix("layers.1.experts."): a for name, a in state.items()
          if name.startswith("layers.1.experts.")}

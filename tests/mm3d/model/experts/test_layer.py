@@ -5,7 +5,7 @@ from mpi4py import MPI
 
 import mm3d
 from bench.experiments.experts.plain import PlainExperts
-from experts import SIZES, activations, expert_layer, state_of, step
+from experts import SIZES, activations, expert_layers, state_of, step
 from mm3d.arrays.grouped_products import (cut_segments, grouped_matmul, grouped_matmul_nt,
                                           grouped_matmul_tn, segments_of)
 
@@ -55,47 +55,13 @@ def test_the_output_is_that_of_a_loop_over_tokens(experts, fields):
     many = model(experts, **fields)
     state = state_of(many)
     many.load(state)
-    layer, x = expert_layer(many), activations(many)[0]
+    layer, x = expert_layers(many.layers)[-1], activations(many)[0]
     y, _ = layer.forward(x)
     own = {name.removeprefix("layers.1.experts."): a for name, a in state.items()
            if name.startswith("layers.1.experts.")}
     plain = PlainExperts(experts, own, x.reshape(-1, 12))
     np.testing.assert_allclose(y.reshape(-1, 12), plain.output(), atol=1e-12)
     assert many.routings.totals[-1].dropped.sum() == (~plain.kept).sum()
-
-
-def test_one_dropped_token_passes_through_the_residual():
-    """The capacity is one below what the fullest expert would get."""
-    many = model(mm3d.Experts(2, top=1, every=1, capacity=None), layers=1)
-    state = state_of(many)
-    most = int(step(many, state)["chosen"].max())
-    assert most * 2 > 15 + 2    # the other expert gets less than the capacity
-    dropping = model(mm3d.Experts(2, top=1, every=1, capacity=(most - 1) * 2 / 15), layers=1)
-    dropping.load(state)
-    many.load(state)
-    x = activations(many)[0]
-    outputs = [one.forward(one.shard(x))[0].reshape(-1, 12) for one in (many, dropping)]
-    different = np.flatnonzero((abs(outputs[0] - outputs[1]) > 1e-12).any(axis=1))
-    layer = expert_layer(many)
-    attention = many.layers.layers[0].forward(x)[0]
-    logits = layer.router.forward(many.layers.layers[1].layers[0].forward(attention)[0]
-                                  .reshape(-1, 12))[0]
-    fullest = np.flatnonzero(logits.argmax(axis=1) == np.bincount(logits.argmax(axis=1)).argmax())
-    assert different.tolist() == [fullest[-1]]
-    assert np.array_equal(outputs[1][different], attention.reshape(-1, 12)[different])
-    assert dropping.routings.totals[-1].dropped.sum() == 1
-
-
-def test_an_expert_without_tokens_gets_a_zero_gradient():
-    many = model(mm3d.Experts(20, top=1, every=1, capacity=None))
-    for p in many.parameters:
-        p.grad[...] = 7    # what an earlier step has left
-    found = step(many)
-    empty = np.flatnonzero(found["chosen"][0, 0] == 0)
-    assert len(empty)
-    for part in ("up.weight", "up.bias", "down.weight", "down.bias"):
-        gradient = found[f"layers.0.experts.{part}"]
-        assert not gradient[empty].any() and gradient.any()
 
 
 # Gradients.
@@ -178,7 +144,8 @@ def test_narrow_types_route_in_float32(dtype, bound):
     many = model(ALL, dtype=dtype, **options)
     state = {name: a.astype(dtype).astype(float) for name, a in state_of(many).items()}
     expected, found = step(model(ALL), state), step(many, state)
-    assert expert_layer(many).router.forward(np.ones((2, 12), dtype))[0].dtype == np.float32
+    router = expert_layers(many.layers)[-1].router
+    assert router.forward(np.ones((2, 12), dtype))[0].dtype == np.float32
     for name in ("y", "dx", "layers.1.experts.up.weight", "layers.1.experts.down.bias",
                  "layers.1.experts.router.weight"):
         error = np.linalg.norm(found[name] - expected[name]) / np.linalg.norm(expected[name])
