@@ -9,7 +9,7 @@ from bench.cases.paper import BASELINES, HEADINGS, PROPOSED, Row, load_tables, t
 from bench.cases.selection import select_rows
 from bench.cases.variants import recorded_variant
 from bench.document import Column, Notes, Number, Part, Rows, Table, number_cell
-from bench.instruments import step_seconds
+from bench.records import model_run
 from bench.records.folder import (FolderContents, Key, Results, is_crowded, most_oversubscribed,
                                   row_of, share_cores)
 from bench.records.model_run import Run
@@ -70,7 +70,7 @@ def heading(results: Results, table: str) -> str:
 
 def paper_table(heading: str, rows: Sequence[Row], runs: Sequence[Run | None]) -> Table:
     """Make one of the paper's tables, with "missing" for rows that were not measured."""
-    times = [_column([run and step_seconds.typical(run.times[phase]) for run in runs])
+    times = [_column([run and model_run.typical(run.times[phase]) for run in runs])
              for phase in PHASES]
     times.append(_column([run and measured_average(run) for run in runs]))
     lines: Rows = []
@@ -91,7 +91,7 @@ def paper_table(heading: str, rows: Sequence[Row], runs: Sequence[Run | None]) -
 
 def measured_average(run: Run) -> float:
     """Compute the average step time in seconds per sequence (equation 6) from medians."""
-    return step_seconds.average_step_time(run.times, run.configuration["batch"])
+    return model_run.average_step_time(run.times, run.configuration["batch"])
 
 
 def inconsistent_notes(rows: Sequence[Row]) -> list[str]:
@@ -175,7 +175,7 @@ def waiting_notes(runs: Sequence[Run]) -> list[str]:
     if not waiting:
         return []
     share = [run.groups["waits"].variables["counted"].values.sum(axis=0).max()
-             / sum(step_seconds.typical(run.samples[phase]) for phase in PHASES)
+             / sum(model_run.typical(run.samples[phase]) for phase in PHASES)
              for run in waiting]
     return [f"WAITED WORK: products and elementwise operations take the seconds of the machine "
             f"model {_all(waiting, 'waited_machine')}, shrunk by {_all(waiting, 'waited_shrink')} "

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from bench.cases.paper import BASELINES, PROPOSED, Row, title
 from bench.cases.selection import select_rows
 from bench.document import Cell, Column, Number, Rows, Table, number_cell
-from bench.instruments import step_seconds
+from bench.records import model_run
 from bench.records.folder import Results
 from bench.reports import certainty, over_runs
 
@@ -50,7 +50,7 @@ def speed_up_line(name: str, other: Row, cube: Row, results: Results) -> list[Ce
     batches = [run.configuration["batch"] for run in runs]
     tokens = [run.configuration["batch"] * run.configuration["seq"] for run in runs]
     found = over_runs.speed_up(*(
-        [step_seconds.average_step_time(run.times, batch)
+        [model_run.average_step_time(run.times, batch)
          for run in over_runs.repeated_runs(results, row)]
         for row, batch in zip((other, cube), batches)))
     bounds = [_cell(found.low), _cell(found.high)] if found.runs > 1 else ["", ""]

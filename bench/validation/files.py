@@ -14,8 +14,7 @@ import numpy as np
 
 from bench.cases.variants import recorded_variant
 from bench.errors import StoreError, Unreadable
-from bench.instruments import step_seconds
-from bench.records import merged, schema
+from bench.records import merged, model_run, schema
 from bench.records.measurements import Check, Measurements
 from bench.records.model_run import Run
 from bench.records.notes import counted, split_checks
@@ -151,7 +150,7 @@ def list_warnings(run: Measurements) -> Iterator[str]:
     if not isinstance(run, Run):
         return
     for phase in PHASES if count > 5 else ():
-        found = step_seconds.slowest(run.samples[phase])
+        found = model_run.slowest(run.samples[phase])
         if found[0] == found.max() and found[0] > 1.5 * np.median(found):
             yield (f"the first {phase} that counts took {found[0] / np.median(found):.1f} times "
                    f"the median: more than {run.configuration['warmup']} steps to warm up would "

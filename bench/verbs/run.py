@@ -22,7 +22,7 @@ from bench.experiments.rows.row import measure_case
 from bench.experiments.rows.settings import (Settings, check_backend, check_grids, check_variant,
                                              check_verifiable)
 from bench.experiments.training.stopping import stop_file_exists
-from bench.instruments import chrome_trace, slow_links, step_seconds
+from bench.instruments import chrome_trace, slow_links
 from bench.instruments.peaks import measure_peaks
 from bench.prediction import machine_model, node_memory
 from bench.records import model_run, run_file
@@ -238,7 +238,7 @@ def write_row(found: tuple, one: Case, out: Path, trace: Path | None) -> tuple[i
 
 def summarize(record: model_run.Run) -> str:
     """Return in a line the times of a step and its difference from the serial scheme's."""
-    forward, backward = (step_seconds.typical(record.samples[phase]) for phase in PHASES)
+    forward, backward = (model_run.typical(record.samples[phase]) for phase in PHASES)
     serial, own = split_checks(record.checks)
     error = max(check.error for check in serial)
     checked = "a smaller model differs" if own else "differs"

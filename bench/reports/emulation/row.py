@@ -11,9 +11,10 @@ from bench.cases.case import Case
 from bench.cases.paper import Row, load_tables
 from bench.cases.variants import Variant, recorded_variant
 from bench.cluster.spec import Cluster
-from bench.instruments import placement, step_seconds
+from bench.instruments import placement
 from bench.prediction.machine_model import Machine, load_machine
 from bench.prediction.similarity import emulating_machine, predict_phases
+from bench.records import model_run
 from bench.records.folder import policy_of
 from bench.records.model_run import Run
 from bench.statistics import median_interval
@@ -100,7 +101,7 @@ class Emulated:
             return math.nan
         alone = self.run.groups["software"].variables["samples"].values.sum(axis=0)
         return float(np.median(alone)) / (
-            self.sizes.batch * step_seconds.average_step_time(self.run.samples, self.sizes.batch))
+            self.sizes.batch * model_run.average_step_time(self.run.samples, self.sizes.batch))
 
     @property
     def dilation(self) -> float:
@@ -133,14 +134,14 @@ class Emulated:
         return [self._average(run) for run in self.repeats or (self.run,) if run]
 
     def _average(self, run: Run) -> float:
-        return step_seconds.average_step_time(run.times, self.sizes.batch) * self.to_paper
+        return model_run.average_step_time(run.times, self.sizes.batch) * self.to_paper
 
     @property
     def interval(self) -> tuple[float, float]:
         """Bounds of the 95 % interval of `average`, of whole steps; NaN without a measurement."""
         if self.run is None:
             return math.nan, math.nan
-        found = median_interval(step_seconds.step_times(self.run.times, self.sizes.batch))
+        found = median_interval(model_run.step_times(self.run.times, self.sizes.batch))
         return found[1] * self.to_paper, found[2] * self.to_paper
 
 
