@@ -15,14 +15,14 @@ from bench.cluster.spec import Cluster
 from bench.command_line import measuring, options
 from bench.command_line.number_types import SEEDS, number
 from bench.errors import UsageError
-from bench.experiments.rows.dilation import Dilation
+from bench.experiments.rows.dilation import Both, Dilation
 from bench.experiments.rows.settings import ModelledWork
 from bench.instruments.timing import Limits
 from bench.prediction import memory_fit
 from bench.prediction.machine_model import Machine, load_machine
 from bench.prediction.seconds import work_seconds
-from bench.prediction.similarity import (emulating_machine, predict_phases, shrink_machine,
-                                         work_scale)
+from bench.prediction.similarity import (emulating_machine, predict_original, predict_phases,
+                                         shrink_machine, work_scale)
 from mm3d.arrays.backend import Backend
 from mm3d.grid.shape import GridShape
 
@@ -208,12 +208,12 @@ def dilation(arguments: argparse.Namespace, comm) -> Dilation | None:
         return None
     machine, scale = found
 
-    def predict(one: Case, grid: GridShape, order: str,
-                link: float | None) -> dict[str, tuple[float, float]]:
+    def predict(one: Case, grid: GridShape, order: str, link: float | None) -> Both:
         shrink = preset.of_table(one.row.table).shrink
         model = emulating_machine(machine, shrink, scale, replace(cluster, link=link))
-        return predict_phases(model, one.row.scheme, grid, order, one.sizes, one.variant,
-                              arguments.recompute)
+        kind, how = (one.row.scheme, grid, order), (one.variant, arguments.recompute)
+        return (predict_phases(model, *kind, one.sizes, *how),
+                predict_original(machine, *kind, one.row.hidden, one.sizes, *how))
     return Dilation(share_of(arguments, preset), cluster.link, predict, change_links)
 
 

@@ -6,7 +6,6 @@ from typing import Callable
 
 from bench.cases.paper import BASELINES, HEADINGS, PROPOSED, Row
 from bench.document import Notes, Part, Table
-from bench.errors import UsageError
 from bench.records import atomic
 from bench.records.folder import (FolderContents, Results, most_oversubscribed, read_folder,
                                   share_cores)
@@ -73,11 +72,7 @@ def summary_parts(found: FolderContents) -> list[Part]:
         parts += micro_tables.make_parts(found.measurements)
     if shown:
         results = max(shown, key=lambda one: max(run.created for run in one.shown_runs()))
-        groups: list[list[Emulated]] = []
-        try:
-            groups = emulation_tables.group_rows(emulation_tables.emulated_rows(results))
-        except UsageError as error:
-            parts.append(Notes("Not predicted:", [str(error)]))
+        groups = emulation_tables.group_rows(emulation_tables.emulated_rows(results))
         parts += [paper_tables.paper_table(paper_tables.heading(results, name), rows,
                                            [results.get(row) for row in rows])
                   for name in HEADINGS if (rows := shown_rows(results, name))]
@@ -122,7 +117,7 @@ def state_limits(results: Results, groups: list[list[Emulated]]) -> list[str]:
 
 def state_emulated(runs: list[Run], groups: list[list[Emulated]]) -> list[str]:
     """State what rows show whose ranks wait for their work on an emulated cluster."""
-    machines = " and ".join(sorted({one.machine.name for group in groups for one in group}))
+    machines = " and ".join(sorted({one.machine for group in groups for one in group}))
     crowded = most_oversubscribed(runs)
     cores = f" on {crowded.environment['cores']} cores" if crowded else ""
     above = [share for group in groups for share in emulation_tables.marked_shares(group)]

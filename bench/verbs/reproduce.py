@@ -28,7 +28,8 @@ from bench.experiments.rows.settings import check_variant, check_verifiable
 from bench.instruments import host, leftover_memory
 from bench.records import journal, notes
 from bench.records.journal import Journal, Reproduction
-from bench.reports.emulation import row as emulated_row, tables as emulation_tables
+from bench.reports.emulation import tables as emulation_tables
+from bench.reports.emulation.before import of_case
 from bench.reports.finish import write_tables_and_figures
 from mm3d import launcher
 from mm3d.arrays import backend as backends
@@ -274,7 +275,7 @@ def predict_rows(arguments: argparse.Namespace, cases: list[Case]) -> None:
     found, cluster = row_options.waited_machine(arguments), Cluster.from_environment()
     if found is None or cluster is None:
         return
-    rows = [emulated_row.of_case(one, *found, cluster, arguments.recompute) for one in cases]
+    rows = [of_case(one, *found, cluster, arguments.recompute) for one in cases]
     arguments.show(["predicted before the run:",
                     *emulation_tables.tables_of(rows, measured=False)])
     say()

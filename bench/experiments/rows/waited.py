@@ -77,11 +77,11 @@ def waiting_model(one: Case, scheme, settings: Settings,
         with settings.watched(scheme.grid, model):
             if dilation:
                 predicted = (dilation.predict(one, model.grid.shape, order, dilation.link)
-                             if comm.rank == 0 else {})
+                             if comm.rank == 0 else ({}, {}))
                 step = partial(time_phases, model, x, dy, Clock(comm))
                 factor, samples = slow_down(comm, backend.trace, dilation, step,
-                                            sum(map(sum, predicted.values())))
-                if predicted:
+                                            sum(map(sum, predicted[0].values())))
+                if comm.rank == 0:
                     groups = dilation_groups(samples, predicted)
             modelled = [backend.trace.pace * trace.work(work.seconds, phase)
                         for phase in PHASES]

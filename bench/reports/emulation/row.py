@@ -3,24 +3,20 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache
+from importlib import resources
 
+import msgspec
 import numpy as np
 
-from bench.cases.case import Case
 from bench.cases.paper import Row, load_tables
 from bench.cases.variants import Variant, recorded_variant
 from bench.cluster.spec import Cluster
-from bench.instruments import placement
-from bench.prediction.machine_model import Machine, load_machine
-from bench.prediction.similarity import emulating_machine, predict_phases
 from bench.records import model_run
 from bench.records.folder import policy_of
 from bench.records.model_run import Run
 from bench.statistics import median_interval
 from mm3d import ModelSizes
-from mm3d.grid.shape import GridShape
-from mm3d.schemes import find_scheme
 
 
 @dataclass(frozen=True)
@@ -29,14 +25,16 @@ class Emulated:
 
     Attributes
     ----------
-    machine : Machine
+    machine : str
         The machine whose work ranks wait for.
     shrink, scale : float
         The factors by which it is shrunk, and its seconds are multiplied.
-    recompute : str
-        Its policy of recomputation.
-    order : str
-        The directions of the grid from the one that varies slowest over the nodes to the fastest.
+    predicted : float
+        Predicted undilated seconds of a step here; for a measurement, those stored before it, NaN
+        if none were.
+    original : float
+        Predicted seconds of a layer's step on the machine that is emulated, at its sizes; NaN
+        where they are not known.
     repeats : tuple of Run
         The runs with the settings of `run`, which comes last.
     """
@@ -44,14 +42,13 @@ class Emulated:
     row: Row
     sizes: ModelSizes
     variant: Variant
-    grid: GridShape
-    machine: Machine
+    machine: str
     shrink: float
     scale: float
     cluster: Cluster | None
+    predicted: float
+    original: float
     run: Run | None = None
-    recompute: str = "none"
-    order: str = ""
     repeats: tuple[Run, ...] = ()
 
     @property
@@ -60,39 +57,10 @@ class Emulated:
         layers = load_tables().settings.layers / self.sizes.layers
         return self.shrink ** 2 / self.scale * layers
 
-    def _predict(self, machine: Machine, sizes: ModelSizes) -> tuple[float, float]:
-        """Predict the seconds of work and of communication of a step."""
-        found = predict_phases(machine, self.row.scheme, self.grid,
-                               self.order or self.grid.directions, sizes, self.variant,
-                               self.recompute).values()
-        return sum(work for work, _ in found), sum(moving for _, moving in found)
-
-    @cached_property
-    def predicted(self) -> tuple[float, float]:
-        """Predicted undilated seconds of work and of communication of a step here.
-
-        For a measurement, those stored before it; NaN if none were.
-        """
-        if self.run is None:
-            return self._predict(emulating_machine(self.machine, self.shrink, self.scale,
-                                                   self.cluster), self.sizes)
-        if "predicted" not in self.run.groups:
-            return math.nan, math.nan
-        work, moving = self.run.groups["predicted"].variables["seconds"].values.sum(axis=0)
-        return float(work), float(moving)
-
-    @cached_property
-    def original(self) -> tuple[float, float]:
-        """Predicted seconds of a layer's step on the machine that is emulated, at its sizes."""
-        tables = load_tables()
-        sizes = ModelSizes(**{**self.sizes, "hidden": self.row.hidden,
-                              "seq": tables.settings.seq, "layers": 1})
-        return self._predict(self.machine, sizes)
-
     @property
     def original_average(self) -> float:
         """Predicted seconds a sequence on the machine that is emulated, with all layers."""
-        return sum(self.original) * load_tables().settings.layers / self.sizes.batch
+        return self.original * load_tables().settings.layers / self.sizes.batch
 
     @property
     def software(self) -> float:
@@ -121,7 +89,7 @@ class Emulated:
     @property
     def predicted_average(self) -> float:
         """Predicted seconds a sequence, at the scale of the machine that is emulated."""
-        return sum(self.predicted) / self.sizes.batch * self.to_paper
+        return self.predicted / self.sizes.batch * self.to_paper
 
     @property
     def average(self) -> float:
@@ -145,24 +113,36 @@ class Emulated:
         return found[1] * self.to_paper, found[2] * self.to_paper
 
 
-def of_case(one: Case, machine: Machine, scale: float, cluster: Cluster | None,
-            recompute: str = "none") -> Emulated:
-    """Make the row of a case that is not measured yet, on its scheme's own grid."""
-    kind = find_scheme(one.row.scheme)
-    shrink = load_tables().presets[one.preset].of_table(one.row.table).shrink
-    grid = kind.grid_shape(kind.default_grid(one.row.gpus))
-    return Emulated(one.row, one.sizes, one.variant, grid, machine, shrink, scale, cluster,
-                    recompute=recompute,
-                    order=placement.direction_order("auto", kind.name, grid, one.sizes))
-
-
 def of_run(row: Row, run: Run, repeats: Sequence[Run] = ()) -> Emulated:
-    """Make the row of a measurement whose ranks waited for their work, with its repeats.
-
-    Raises UsageError when its machine is none of the supplied ones.
-    """
+    """Make the row of a measurement whose ranks waited for their work, with its repeats."""
     chosen, where = run.configuration, run.environment.get("emulated_cluster")
-    return Emulated(row, ModelSizes.from_settings(chosen), recorded_variant(chosen), run.grid,
-                    load_machine(str(chosen["waited_machine"])), float(chosen["waited_shrink"]),
-                    float(chosen["waited_scale"]), Cluster.parse(str(where)) if where else None,
-                    run, policy_of(run), str(chosen.get("placement", "")), tuple(repeats))
+    sizes, variant = ModelSizes.from_settings(chosen), recorded_variant(chosen)
+    original = stored_seconds(run, "machine_seconds")
+    if math.isnan(original) and (variant, policy_of(run)) == (Variant(work="wait"), "none"):
+        original = known_seconds().get((
+            chosen["waited_machine"], row.scheme, run.grid.compact, chosen.get("placement", ""),
+            row.hidden, sizes.batch), math.nan)
+    return Emulated(row, sizes, variant, str(chosen["waited_machine"]),
+                    float(chosen["waited_shrink"]), float(chosen["waited_scale"]),
+                    Cluster.parse(str(where)) if where else None,
+                    stored_seconds(run, "seconds"), original, run, tuple(repeats))
+
+
+def stored_seconds(run: Run, name: str) -> float:
+    """Return the sum of predicted seconds that a run has stored; NaN if it has not."""
+    group = run.groups.get("predicted")
+    if group is None or name not in group.variables:
+        return math.nan
+    return total_seconds(group.variables[name].values)
+
+
+def total_seconds(phases: Sequence[Sequence[float]]) -> float:
+    """Sum the predicted seconds of work and of communication, (phases, kinds)."""
+    return sum(map(float, np.sum(phases, axis=0)))
+
+
+@cache
+def known_seconds() -> dict[tuple, float]:
+    """Read `Emulated.original` of the paper's rows, for files that do not store it."""
+    text = resources.files("bench.reports.emulation").joinpath("machine_seconds.toml").read_bytes()
+    return {tuple(key): seconds for *key, seconds in msgspec.toml.decode(text)["rows"]}

@@ -65,7 +65,7 @@ def draw_talk(results: Results):
         panel.legend(handles=_legend(), loc="lower right")
         where = rows[0].cluster.describe() if rows[0].cluster else "emulated"
         figure.supxlabel(f"Emulated: real messages on an {where}; modelled arithmetic of "
-                         f"{rows[0].machine.name}. Batches as published, unless equal."
+                         f"{rows[0].machine}. Batches as published, unless equal."
                          + f" {MARK} not to be quoted" * any(not one.quotable for one in found),
                          fontsize=REMARK, color=DARK)
     return figure
