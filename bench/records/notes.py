@@ -7,7 +7,7 @@ import numpy as np
 from bench.cluster.spec import Cluster
 from bench.records.measurements import Check, Measurements, Setting
 from bench.records.schema import UNKNOWN
-from mm3d.transport import choice
+from mm3d.transport.node_words import MOVES
 
 MODELLED = "real messages, modelled arithmetic"    # of ranks that wait, with links between them
 RESIDUAL = "residual of "    # begins the names of checks by `bench.checks.layer_residuals`
@@ -61,9 +61,8 @@ def counted(count: int, what: str) -> str:
 
 def words_note(names: Iterable[str]) -> str:
     """Explain how words are counted, and which words these transports move."""
-    known = {name: choice.transport_class(name).note for several in names
-             for name in several.split() if name in choice.TRANSPORTS}
-    about = "; ".join(f"{name}: {note}" for name, note in sorted(known.items()) if note)
+    known = sorted({name for several in names for name in several.split() if name in MOVES})
+    about = "; ".join(f"{name}: {MOVES[name]}" for name in known)
     return ("Words, and bytes of them, are counted from shapes by the bucket algorithm, the same "
             "for every transport" + (f". What it moves, {about}." if about else "."))
 
