@@ -1,7 +1,9 @@
 """Cases: the rows of the paper at the sizes of a preset."""
 
 import math
+import random
 from dataclasses import dataclass
+from typing import Iterable
 
 from bench.cases.paper import Preset, Row, batch_of, load_tables, title
 from bench.cases.variants import Variant
@@ -110,3 +112,11 @@ def _verified_sizes(preset: Preset, sizes: ModelSizes) -> ModelSizes:
     return ModelSizes(least(sizes.layers, preset.verify_layers), sizes.heads * head_size,
                       sizes.heads, least(sizes.batch, preset.verify_batch),
                       least(sizes.seq, preset.verify_seq))
+
+
+def shuffle_cases(cases: Iterable[Case], seed: int) -> list[Case]:
+    """Return `cases` in an order drawn from `seed`.
+
+    Each case draws its own number, so that any selection of cases keeps the order.
+    """
+    return sorted(cases, key=lambda one: random.Random(f"{seed} {one.name}").random())

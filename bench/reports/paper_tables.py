@@ -15,7 +15,8 @@ from bench.records.folder import (FolderContents, Key, Results, is_crowded, most
 from bench.records.model_run import Run
 from bench.records.notes import (counted, describe_cluster, describe_libraries, describe_source,
                                  split_checks)
-from bench.reports import certainty, emulated, merit_rows, micro_tables, speed_ups
+from bench.reports import (certainty, emulated, emulated_tables, merit_rows, micro_tables,
+                           speed_ups)
 from mm3d.tracing.events import PHASES
 
 
@@ -52,9 +53,7 @@ def preset_parts(results: Results) -> list[Part]:
                       merit_rows.merit_table(title_of_all, found)]
         if results.plain or results.runs.keys() & {(name, PROPOSED, 64)}:
             parts.append(speed_ups.speed_up_table(title_of_all, name, results))
-    if emulated.waited_rows(results):    # predicted by dry runs, which other tables do not need
-        from bench.reports.emulation.tables import emulated_parts
-        parts += emulated_parts(results)
+    parts += emulated_tables.emulated_parts(results)
     parts += merit_rows.wire_parts(results)
     others = any(not row.published for name in HEADINGS for row in results.rows(name))
     published = published_notes() + [NOT_PUBLISHED] * others

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, Mapping, Sequence
 
 from bench.cases import combined
-from bench.cases.case import Case, make_case
+from bench.cases.case import Case, make_case, shuffle_cases
 from bench.cases.paper import Preset, Row, load_tables
-from bench.cases.selection import equal_token_rows, select_rows, shuffle_cases
+from bench.cases.selection import equal_token_rows, select_rows
 from bench.cluster.run import run_verb_inside
 from bench.cluster.spec import Cluster
 from bench.command_line import combined_rows, options, row_options
@@ -28,8 +28,8 @@ from bench.experiments.rows.settings import check_variant, check_verifiable
 from bench.instruments import host, leftover_memory
 from bench.records import journal, notes
 from bench.records.journal import Journal, Reproduction
-from bench.reports.emulation import tables as emulation_tables
-from bench.reports.emulation.before import of_case
+from bench.reports import emulated_tables
+from bench.reports.predicted_rows import of_case
 from bench.reports.finish import write_tables_and_figures
 from mm3d import launcher
 from mm3d.arrays import backend as backends
@@ -277,7 +277,7 @@ def predict_rows(arguments: argparse.Namespace, cases: list[Case]) -> None:
         return
     rows = [of_case(one, *found, cluster, arguments.recompute) for one in cases]
     arguments.show(["predicted before the run:",
-                    *emulation_tables.tables_of(rows, measured=False)])
+                    *emulated_tables.tables_of(rows, measured=False)])
     say()
 
 

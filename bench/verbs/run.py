@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Callable, Sequence
 
 from bench.agreement import broadcast_from_rank_0
-from bench.cases.case import Case, make_case
+from bench.cases.case import Case, make_case, shuffle_cases
 from bench.cases.paper import Row
 from bench.cases.row_stack import row_stack
-from bench.cases.selection import equal_token_rows, rows_by_name, select_rows, shuffle_cases
+from bench.cases.selection import equal_token_rows, rows_by_name, select_rows
 from bench.cases.variants import Variant
 from bench.cluster.spec import rate_text
 from bench.command_line import grids, measuring, options, row_options
@@ -31,7 +31,7 @@ from bench.records.journal import claim_folder
 from bench.records.kinds import sweep
 from bench.records.measurements import Group
 from bench.records.notes import split_checks
-from bench.reports.emulation.at_rates import join_rates
+from bench.records.at_rates import join_rates
 from bench.reports.figures.link_sweep import make_sweep_drawings
 from bench.reports.figures.style import report_drawn, save_drawings
 from mm3d.arrays import backend as backends

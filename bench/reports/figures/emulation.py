@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 
 from bench.cases.paper import HEADINGS, PROPOSED, title
 from bench.records.folder import Results
-from bench.reports import emulated, over_runs
-from bench.reports.emulation.row import Emulated
-from bench.reports.emulation.tables import MARK, emulated_rows, group_rows
+from bench.reports import emulated, speed_ups
+from bench.reports.emulated_rows import Emulated
+from bench.reports.emulated_tables import MARK, emulated_rows, group_rows
 from bench.reports.figures.against_ranks import counted_words
 from bench.reports.figures.by_scheme import (Point, TICKS, draw_intervals, draw_line,
                                              make_rank_figure)
@@ -127,7 +127,7 @@ def _multiples(panel, found: dict[str, list[Point]], rows: Sequence[Emulated]) -
         ratio, mark = value / base, ""
         if runs:
             pair = runs[scheme], runs[PROPOSED]
-            ratio = over_runs.speed_up(*(one.averages for one in pair)).ratio
+            ratio = speed_ups.speed_up(*(one.averages for one in pair)).ratio
             mark = MARK * (not all(one.quotable for one in pair))
         text = f"{title(scheme)}{f' {ratio:.1f}x{mark}' * (scheme != PROPOSED)}"
         middle = ASIDE + LETTER * len(text)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from bench.cases.paper import HEADINGS, PROPOSED, title
 from bench.records.folder import Results
-from bench.reports.emulation.tables import MARK, speed_ups_table
+from bench.reports.emulated_tables import MARK, speed_ups_table
 from bench.reports.figures.by_scheme import scheme_style
 from bench.reports.figures.emulation import DARK, comparable_rows
 from bench.reports.figures.style import LIGHT_GREY, LeftOut, make_figure

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from bench.agreement import broadcast_from_rank_0
 from bench.cases.combined import TrainingCase, cases_by_name, load
-from bench.cases.selection import shuffle_cases
+from bench.cases.case import shuffle_cases
 from bench.cluster.rates import change_links
 from bench.cluster.spec import Cluster
 from bench.command_line import measuring, row_options

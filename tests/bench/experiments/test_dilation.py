@@ -7,8 +7,8 @@ from bench.cluster.spec import Cluster
 from bench.command_line import row_options
 from bench.experiments.rows.dilation import STEPS, dilation_factor
 from bench.records.folder import read_folder
-from bench.reports.emulation.at_rates import join_rates
-from bench.reports.emulation.row import of_run
+from bench.records.at_rates import join_rates
+from bench.reports.emulated_rows import of_run
 from bench.validation.rules import check_waits
 from records import only_record
 from refused import done, refused

@@ -11,7 +11,7 @@ from bench.document import Table
 from bench.records import run_file, schema
 from bench.records.kinds import sweep
 from bench.records.measurements import Check, Measurements, Variable
-from bench.reports.emulation.at_rates import join_rates
+from bench.records.at_rates import join_rates
 from bench.reports.figures import link_sweep as figures
 from bench.reports.figures.style import LeftOut, NotDrawn
 from bench.verbs import run as run_verb

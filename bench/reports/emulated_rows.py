@@ -144,5 +144,5 @@ def total_seconds(phases: Sequence[Sequence[float]]) -> float:
 @cache
 def known_seconds() -> dict[tuple, float]:
     """Read `Emulated.original` of the paper's rows, for files that do not store it."""
-    text = resources.files("bench.reports.emulation").joinpath("machine_seconds.toml").read_bytes()
+    text = resources.files("bench.reports").joinpath("machine_seconds.toml").read_bytes()
     return {tuple(key): seconds for *key, seconds in msgspec.toml.decode(text)["rows"]}

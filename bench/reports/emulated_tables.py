@@ -9,9 +9,9 @@ from bench.cases.paper import BASELINES, HEADINGS, PROPOSED, Row, load_tables, t
 from bench.document import (Cell, Column, Notes, Number, Part, Table, make_table, number_cell,
                             spread)
 from bench.records.folder import Results
-from bench.reports import over_runs
+from bench.reports import speed_ups
 from bench.reports.emulated import waited_rows
-from bench.reports.emulation.row import Emulated, of_run
+from bench.reports.emulated_rows import Emulated, of_run
 
 
 MARK = "*"    # of software that takes more than its allowed share of a step
@@ -31,7 +31,7 @@ def emulated_parts(results: Results) -> list[Part]:
 
 def emulated_rows(results: Results) -> list[Emulated]:
     """Describe each of `waited_rows`, with the runs that repeat it."""
-    return [of_run(row, run, over_runs.repeated_runs(results, row))
+    return [of_run(row, run, speed_ups.repeated_runs(results, row))
             for row, run in waited_rows(results)]
 
 
@@ -142,7 +142,7 @@ def speed_up_cells(name: str, slow: Emulated, fast: Emulated, measured: bool) ->
                          _ratio(predicted)]
     if not measured:
         return cells
-    over = over_runs.speed_up(slow.averages, fast.averages)
+    over = speed_ups.speed_up(slow.averages, fast.averages)
     low, high = over.low, over.high
     if over.runs == 1:
         low, high = (slow.interval[k] / fast.interval[1 - k] for k in range(2))
