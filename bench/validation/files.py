@@ -15,7 +15,7 @@ import numpy as np
 from bench.cases.variants import recorded_variant
 from bench.errors import StoreError, Unreadable
 from bench.records import merged, model_run, schema
-from bench.records.measurements import Check, Measurements
+from bench.records.measurements import Measurements, failed_checks
 from bench.records.model_run import Run
 from bench.records.notes import counted, split_checks
 from bench.records.run_file import DAMAGE, FORMAT, UNLIKE, open_file, parse_run
@@ -82,14 +82,6 @@ def check_run(group: h5py.Group, place: str) -> tuple[list[str], list[str]]:
     for rule in (lambda run: failed_checks(run.checks), check_oversubscription, *own):
         errors += checked(rule, run)
     return errors, checked(list_warnings, run)
-
-
-def failed_checks(checks: list[Check]) -> Iterator[str]:
-    """List the quantities whose verification failed."""
-    for check in checks:
-        if not check.passed:
-            yield (f"verification of {check.quantity} has failed: error {check.error:g}, "
-                   f"tolerance {check.tolerance:g}; its times must not be written")
 
 
 def check_oversubscription(run: Measurements) -> Iterator[str]:

@@ -5,7 +5,7 @@ import sys
 from dataclasses import replace
 
 from bench.cases.variants import Variant, schemes_with_option
-from bench.command_line import (expert_options, grids, model_options, options,
+from bench.command_line import (config_options, expert_options, grids, model_options, options,
                                 pipeline_options)
 from bench.command_line.number_types import MOST_RANKS
 from bench.command_line.scheme_options import add_scheme
@@ -70,7 +70,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     expert_options.add_layers(parser)
     expert_options.add_expert_parallel(parser)
     pipeline_options.add_pipeline(parser, " of a replica")
-    pipeline_options.add_inside(parser, "with --stages and --machine: ")
+    config_options.add_inside(parser, "with --stages and --machine: ")
     options.add(parser, "hide_sums")
 
 

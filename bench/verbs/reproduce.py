@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Mapping, Sequence
 
 from bench.cases import combined
-from bench.cases.case import Case, make_case, shuffle_cases
+from bench.cases.case import Case, check_variant, check_verifiable, make_case, shuffle_cases
 from bench.cases.paper import Preset, Row, load_tables
 from bench.cases.selection import equal_token_rows, select_rows
 from bench.cluster.run import run_verb_inside
@@ -24,7 +24,6 @@ from bench.command_line.progress import RowProgress
 from bench.errors import UsageError, as_usage_error
 from bench.experiments.rows import resume
 from bench.experiments.rows.reproduction import Stopped, measure_cases
-from bench.experiments.rows.settings import check_variant, check_verifiable
 from bench.instruments import host, leftover_memory
 from bench.records import journal, notes
 from bench.records.journal import Journal, Reproduction

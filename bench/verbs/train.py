@@ -13,12 +13,12 @@ from mpi4py import MPI
 
 from bench.agreement import make_on_rank_0
 from bench.command_line import (config_options, expert_options, measuring, model_options,
-                                options, pipeline_options)
+                                options)
 from bench.command_line.number_types import MOST_SECONDS, number
 from bench.command_line.publish import check_pictures, publish, report_failure
 from bench.errors import UsageError, WrongResult, as_usage_error
+from bench.experiments.local_products import observe_products
 from bench.experiments.torch.child import check_interpreter
-from bench.experiments.torch.equal_kernels import observe_products
 from bench.experiments.training import comparison, plain_gpt, record, torch_training, trainer
 from bench.experiments.training.history import History, progress_line
 from bench.experiments.training.plan import Plan
@@ -26,10 +26,9 @@ from bench.experiments.training.text import Text, share_text
 from bench.experiments.training.trainer import Course, TrainingEnd, Training
 from bench.instruments.placement import mesh_order, reorder_ranks
 from bench.records.journal import claim_folder
-from bench.records.measurements import Measurements
+from bench.records.measurements import Measurements, failed_checks
 from bench.reports.figures import style
 from bench.reports.micro_tables import showing
-from bench.validation.files import failed_checks
 from mm3d.config import Config, Division
 from mm3d.console import say
 from mm3d.launcher import wait_patiently
@@ -67,7 +66,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     config_options.add_fields(parser, Plan, FIELDS, dict.fromkeys(FIELDS), default_of,
                               renamed=OPTIONS)
     options.add(parser, "untied")
-    pipeline_options.add_inside(parser)
+    config_options.add_inside(parser)
     add_course(parser)
     parser.add_argument("--sample", type=options.whole(1), metavar="N",
                         help="print N bytes that the trained model writes")

@@ -16,13 +16,13 @@ import numpy as np
 from bench.checks.freivalds import require_passed
 from bench.experiments.experts.problem import ROUTINGS, ExpertsSubject, routing_settings
 from bench.experiments.experts.verification import verify_experts
-from bench.experiments.products import operands
+from bench.experiments.local_products import count_products
 from bench.experiments.torch.child import TorchProcesses
-from bench.experiments.torch.equal_kernels import add_kernels, compare_kernels, count_products
+from bench.experiments.torch.equal_kernels import add_kernels, compare_kernels
 from bench.experiments.torch.serve import Product
 from bench.instruments.clock import Clock
-from bench.instruments.sampling import (Sample, compare_in_turns, measured_environment,
-                                        time_side)
+from bench.instruments.sampling import (Sample, compare_in_turns, measured_environment, time_side,
+                                        transport_names)
 from bench.instruments.timing import Limits
 from bench.records.kinds.experts import KINDS
 from bench.records.assembly import make_record
@@ -94,7 +94,7 @@ def measure_experts(subject: ExpertsSubject, torch: str | None,
         "scheme": subject.mesh.scheme.name,
         **grid_settings(subject.grid.shape), "replicas": subject.mesh.shape["d"],
         "expert_parallel": subject.expert_parallel,
-        "transport": operands.transport_names(subject.grid),
+        "transport": transport_names(subject.grid),
         "reference": reference.about if reference else "a plain computation in NumPy",
         "left_out": "; ".join(f"PyTorch {way}: {problem}" for way, problem in left_out.items()
                               if problem),

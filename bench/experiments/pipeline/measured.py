@@ -9,17 +9,16 @@ import numpy as np
 
 import mm3d
 from bench.checks.freivalds import require_passed
+from bench.experiments.local_products import observe_products
 from bench.experiments.pipeline.reference import STEPS, TorchPipeline, gather_actions
 from bench.experiments.pipeline.subject import (ABOUT_WORK, ActionTimes, LayersSubject,
                                                 PipelineCase)
 from bench.experiments.pipeline.waiting import WaitingSubject
-from bench.experiments.products import operands
-from bench.experiments.torch.equal_kernels import (SIDES, add_kernels, compare_kernels,
-                                                   observe_products, step_flops)
+from bench.experiments.torch.equal_kernels import SIDES, add_kernels, compare_kernels, step_flops
 from bench.instruments.clock import Clock
 from bench.instruments.peak_memory import Footprint
-from bench.instruments.sampling import (Sample, compare_in_turns, measured_environment,
-                                        time_side)
+from bench.instruments.sampling import (Sample, compare_in_turns, measured_environment, time_side,
+                                        transport_names)
 from bench.instruments.timing import Limits
 from bench.records.assembly import make_record
 from bench.records.measurements import Check, Measurements, Setting, grid_settings
@@ -141,7 +140,7 @@ def case_settings(mesh: Mesh, case: PipelineCase) -> dict[str, Setting]:
             "stage_grids": "; ".join(map(str, mesh.grids)),
             **{f"option_{name}": value for name, value in mesh.options.items()},
             **case.sizes, "dtype": stack.dtype, "recompute": stack.recompute, "seed": stack.seed,
-            "transport": operands.transport_names(mesh.scheme.grid)}
+            "transport": transport_names(mesh.scheme.grid)}
 
 
 def expected_memory(mesh: Mesh, case: PipelineCase) -> float:

@@ -16,12 +16,11 @@ from threadpoolctl import threadpool_limits
 
 from bench.checks import freivalds
 from bench.checks.freivalds import require_passed
-from bench.experiments.products import operands
 from bench.experiments.products.problem import Problem, LocalProducts, WholeProduct
 from bench.instruments.clock import Clock
 from bench.instruments.host import granted_threads
 from bench.instruments.sampling import (SETTLE, Sample, compare_in_turns, measured_environment,
-                                        repeat_calls, time_alone, time_side)
+                                        repeat_calls, time_alone, time_side, transport_names)
 from bench.instruments.timing import Limits, unwatched
 from bench.records.kinds.matmul import RATIOS
 from bench.records.assembly import make_record
@@ -104,7 +103,7 @@ def product_settings(problem: Problem) -> dict[str, Setting]:
     return {"form": problem.form, "scheme": problem.scheme, "dtype": problem.dtype,
             "M": M, "N": math.prod(problem.shapes["A"]) // M, "K": K,
             **grid_settings(problem.grid.shape),
-            "transport": operands.transport_names(problem.grid),
+            "transport": transport_names(problem.grid),
             "one_process_threads": granted_threads(launcher.cores()),
             "one_process_cores": launcher.process_cores()}
 

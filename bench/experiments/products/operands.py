@@ -1,10 +1,11 @@
-"""Allocate and fill the operands of microbenchmarks, and name the transports they use."""
+"""Allocate and fill the operands of microbenchmarks, and name their default transport."""
 
 from typing import Any, Callable
 
 import numpy as np
 
 from bench.errors import as_usage_error
+from bench.instruments.sampling import transport_names
 from mm3d.arrays.backend import Array
 from mm3d.arrays.blocks import block_lengths, block_starts
 from mm3d.grid.grid import Grid
@@ -80,13 +81,6 @@ def plain_call(comm: Any, kind: str, length: int, dtype: str) -> Callable[[], ob
             "reduce": lambda: comm.Reduce(whole, other if comm.rank == 0 else None, root=0),
             "all_to_all": lambda: comm.Alltoallv(
                 [whole, parts], [received, (arriving, block_starts(arriving))])}[kind]
-
-
-def transport_names(grid: Grid) -> str:
-    """Return the names of all transports of the grid's collectives; "none" on one rank."""
-    names = {getattr(axis.transport, "name", "mpi") for axis in grid.axes.values()
-             if axis.size > 1}
-    return " ".join(sorted(names)) or "none"
 
 
 def default_transport(comm) -> str:

@@ -8,14 +8,13 @@ from typing import Callable, ContextManager, Sequence
 import numpy as np
 
 from bench.errors import UsageError
-from bench.experiments.products import operands
 from bench.experiments.products.counts import (COUNTS, CountedProduct, count_dry,
                                                count_product)
 from bench.experiments.products.matmul import check_results
 from bench.experiments.products.problem import Problem, product_grid
 from bench.instruments.clock import Clock
 from bench.instruments.sampling import (makespans_in_turns, measure_in_random_order,
-                                        measured_environment)
+                                        measured_environment, transport_names)
 from bench.instruments.timing import Limits, unwatched
 from bench.records.assembly import make_record
 from bench.records.measurements import Check, Measurements
@@ -99,7 +98,7 @@ def measure_side_by_side(form: str, shape: tuple[int, int, int], dtype: str, com
         again = [_check(problem, seed + 1, f"{problem.scheme}, after the last round, ")
                  for problem in problems]
     transports = {word for problem in problems
-                  for word in operands.transport_names(problem.grid).split()}
+                  for word in transport_names(problem.grid).split()}
     for problem in problems:
         problem.grid.free()
     counted = comm.gather([astuple(one) for one in counted])

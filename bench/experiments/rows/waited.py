@@ -9,8 +9,7 @@ import numpy as np
 
 import mm3d
 from bench.agreement import agree
-from bench.cases.case import Case
-from bench.cases.row_stack import row_stack
+from bench.cases.case import Case, row_stack
 from bench.errors import Failed
 from bench.experiments.rows.dilation import dilation_groups, slow_down
 from bench.experiments.rows.settings import ModelledWork, Settings

@@ -11,7 +11,7 @@ from bench.agreement import broadcast_from_rank_0, make_on_rank_0
 from bench.errors import StoreError, WrongResult, as_usage_error
 from bench.experiments.training.history import History, HistoryFile
 from bench.experiments.training.plan import Plan, make_optimizer
-from bench.experiments.training.stopping import Stop, stop_on_request
+from bench.instruments.stopping import Stop, stop_on_request
 from bench.experiments.training.text import Text
 from bench.experiments.training.verification import verify
 from bench.records.measurements import Check
@@ -62,7 +62,7 @@ class TrainingEnd:
     began, steps : int
         The step that this run began with, and the number of steps that are done.
     ended_by : str
-        "steps", or one of `bench.experiments.training.stopping.REASONS`.
+        "steps", or one of `bench.instruments.stopping.REASONS`.
     checks : list of Check
         Those of the model before the first step.
     """
@@ -95,7 +95,7 @@ class Training:
         """Return tokens and targets of a step."""
         return self.text.batch(self.plan.seed, step, self.plan.batch, self.plan.seq)
 
-    def steps(self, numbers: range) -> Iterator[tuple[int, float]]:
+    def take_steps(self, numbers: range) -> Iterator[tuple[int, float]]:
         """Take steps as `mm3d.examples.train.take_steps`.
 
         Raises FloatingPointError on every rank alike, when loss or gradients are not finite; but
@@ -175,7 +175,7 @@ def train(training: Training, course: Course,
         history = file.history.before(done) if file else History()
         checks = training.verify()
         reason = stop.agree_on_signal()    # with a limit of time each run still trains a step
-        steps = training.steps(range(done, training.plan.steps))
+        steps = training.take_steps(range(done, training.plan.steps))
 
         def write(entry: dict[str, Any]) -> None:
             if course.checkpoints is not None:    # a full disk ends the training on all ranks
