@@ -13,7 +13,6 @@ from bench.instruments import host, timing
 from bench.instruments.clock import Clock, time_on_all_ranks
 from bench.records.measurements import Setting, Variable
 from bench.statistics import Interval, elapsed, median_interval
-from mm3d.grid.grid import Grid
 from mm3d.launcher import wait_patiently
 from mm3d.transport.node_words import number_nodes
 
@@ -33,13 +32,6 @@ def measured_environment(backend: str, comm) -> dict[str, Setting]:
     return broadcast_from_rank_0(lambda: host.describe_host(
         backend, comm.size, MPI.Get_library_version(), host.command_line(sys.argv[1:])), comm) | {
         "node_of_rank": nodes, "clock_resolution_s": clock, "clock_offset_error_s": error}
-
-
-def transport_names(grid: Grid) -> str:
-    """Return the names of all transports of the grid's collectives; "none" on one rank."""
-    names = {getattr(axis.transport, "name", "mpi") for axis in grid.axes.values()
-             if axis.size > 1}
-    return " ".join(sorted(names)) or "none"
 
 
 def take_samples(sample: Callable[[], float], limits: timing.Limits,

@@ -17,7 +17,7 @@ from bench.command_line import (config_options, expert_options, measuring, model
 from bench.command_line.number_types import MOST_SECONDS, number
 from bench.command_line.publish import check_pictures, publish, report_failure
 from bench.errors import UsageError, WrongResult, as_usage_error
-from bench.experiments.local_products import observe_products
+from bench.experiments.products.operands import observe_products
 from bench.experiments.torch.child import check_interpreter
 from bench.experiments.training import comparison, plain_gpt, record, torch_training, trainer
 from bench.experiments.training.history import History, progress_line

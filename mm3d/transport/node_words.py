@@ -1,4 +1,4 @@
-"""Number the nodes of a job, count the words that each receives; say what transports move."""
+"""Number the nodes of a job; count the words that each receives, and say what is not copied."""
 
 import functools
 from typing import Sequence
@@ -8,35 +8,6 @@ from mpi4py import MPI
 from mm3d.arrays.blocks import block_lengths
 from mm3d.transport.nodes import gather_nodes, own_node
 
-# What each transport moves, by its name, where that differs from the words that
-# `mm3d.grid.axis.Traffic` counts.
-ON_DEVICES = (
-    "terms are exchanged and summed on the device: a rank receives the words counted, but of an "
-    "all-reduce of few words all terms, and of a reduce a share of all terms")
-MOVES = {
-    "mpi": (
-        "MPI moves by algorithms of its own: gathers and broadcasts bring a rank the words "
-        "counted, and may relay more; what sums move is not known"),
-    "shared": (
-        "ranks read each other's blocks where they lie: gathers of blocks that were placed move "
-        "nothing, the products read them; sums read the other ranks' terms, and what was not "
-        "placed is copied"),
-    "hierarchical": (
-        "ranks of a node share one copy of what comes from other nodes, and add their terms "
-        "before they leave the node; words are those that a rank receives for its node, copies "
-        "into shared memory or out of it, and reads to sum them; small arrays go by MPI, and "
-        "what it moves to sum them is not known"),
-    "chain": (
-        "a broadcast or reduction is passed from rank to rank, all else goes by MPI: gathers "
-        "and broadcasts bring a rank the words counted; what other sums move is not known"),
-    "ordered": (
-        "terms are exchanged and summed in the order of the ranks: a rank receives the words "
-        "counted, but of a reduce all terms"),
-    "silent": "nothing travels between ranks that do not exist",
-    "nccl": (
-        "NCCL moves by algorithms of its own: gathers and broadcasts bring a rank the words "
-        "counted, and may relay more; what sums move is not known, but those of 16 bits"),
-    "device": ON_DEVICES, "staged": ON_DEVICES}
 # Collectives whose result all ranks read in the same memory, unless it is small.  Their words do
 # not travel, so their time gives no bandwidth.  A gather of blocks that were placed copies
 # nothing; a broadcast is copied once, by its root.

@@ -8,19 +8,18 @@ from typing import Any
 import numpy as np
 
 import mm3d
-from bench.checks.freivalds import require_passed
-from bench.experiments.local_products import observe_products
+from bench.checks.passed import require_passed
 from bench.experiments.pipeline.reference import STEPS, TorchPipeline, gather_actions
 from bench.experiments.pipeline.subject import (ABOUT_WORK, ActionTimes, LayersSubject,
                                                 PipelineCase)
 from bench.experiments.pipeline.waiting import WaitingSubject
+from bench.experiments.products.operands import observe_products
 from bench.experiments.torch.equal_kernels import SIDES, add_kernels, compare_kernels, step_flops
 from bench.instruments.clock import Clock
 from bench.instruments.peak_memory import Footprint
-from bench.instruments.sampling import (Sample, compare_in_turns, measured_environment, time_side,
-                                        transport_names)
+from bench.instruments.sampling import Sample, compare_in_turns, measured_environment, time_side
 from bench.instruments.timing import Limits
-from bench.records.assembly import make_record
+from bench.records.assembly import make_record, transport_names
 from bench.records.measurements import Check, Measurements, Setting, grid_settings
 from mm3d import launcher
 from mm3d.launcher import wait_patiently

@@ -15,15 +15,15 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from bench.checks import freivalds
-from bench.checks.freivalds import require_passed
+from bench.checks.passed import require_passed
 from bench.experiments.products.problem import Problem, LocalProducts, WholeProduct
 from bench.instruments.clock import Clock
 from bench.instruments.host import granted_threads
 from bench.instruments.sampling import (SETTLE, Sample, compare_in_turns, measured_environment,
-                                        repeat_calls, time_alone, time_side, transport_names)
+                                        repeat_calls, time_alone, time_side)
 from bench.instruments.timing import Limits, unwatched
 from bench.records.kinds.matmul import RATIOS
-from bench.records.assembly import make_record
+from bench.records.assembly import make_record, transport_names
 from bench.records.measurements import Check, Measurements, Setting, grid_settings
 from mm3d import launcher
 from mm3d.arrays.backend import Array

@@ -6,7 +6,6 @@ import numpy as np
 from mpi4py import MPI
 
 from bench.checks.freivalds import DistributedMatrix
-from bench.experiments.local_products import OperandShapes
 from bench.experiments.products import operands
 from bench.records.kinds.products import copied_along
 from mm3d.arrays.backend import Array, Backend
@@ -146,7 +145,7 @@ class LocalProducts:
     """
 
     def __init__(self, step: Callable[[], Any], grid: Grid, dtype: str) -> None:
-        backend, operands_of_step = grid.backend, OperandShapes()
+        backend, operands_of_step = grid.backend, operands.OperandShapes()
         with observed(grid, operands_of_step):
             self.result = step()
         made: dict[tuple, Array] = {}

@@ -1,6 +1,7 @@
 """Describe a row for its file: its configuration, its published times and the expected words."""
 
 import sys
+from bench.records.assembly import transport_names
 from dataclasses import asdict
 
 import numpy as np
@@ -10,7 +11,6 @@ from bench.cases.case import Case
 from bench.cases.paper import Row
 from bench.experiments.rows.settings import Settings
 from bench.instruments import host, timing
-from bench.instruments.sampling import transport_names
 from bench.records import model_run
 from bench.records.kinds.model import expected_words
 from bench.records.measurements import Check, Group, Setting, grid_settings

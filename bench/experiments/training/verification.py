@@ -5,7 +5,7 @@ from typing import Any, Callable
 
 import numpy as np
 
-from bench.checks.freivalds import require_passed
+from bench.checks.passed import require_passed
 from bench.experiments.training import plain_gpt
 from bench.records.measurements import Check
 from mm3d.config import Model
