@@ -55,7 +55,7 @@ def dilation(arguments: argparse.Namespace, comm) -> Dilation | None:
     def predict(one: Case, grid: GridShape, order: str, link: float | None) -> Both:
         shrink = preset.of_table(one.row.table).shrink
         model = emulating_machine(machine, shrink, scale, replace(cluster, link=link))
-        kind, how = (one.row.scheme, grid, order), (one.variant, arguments.recompute)
-        return (predict_phases(model, *kind, one.sizes, *how),
-                predict_original(machine, *kind, one.row.hidden, one.sizes, *how))
+        where, how = (grid, order, one.sizes), (one.variant, arguments.recompute)
+        return (predict_phases(model, one.row.scheme, *where, *how),
+                predict_original(machine, one.row, *where, *how))
     return Dilation(row_options.share_of(arguments, preset), cluster.link, predict, change_links)

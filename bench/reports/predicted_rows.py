@@ -19,7 +19,6 @@ def of_case(one: Case, machine: Machine, scale: float, cluster: Cluster | None,
     order = placement.direction_order("auto", kind.name, grid, one.sizes)
     here = predict_phases(emulating_machine(machine, shrink, scale, cluster), kind.name, grid,
                           order, one.sizes, one.variant, recompute)
-    there = predict_original(machine, kind.name, grid, order, one.row.hidden, one.sizes,
-                             one.variant, recompute)
+    there = predict_original(machine, one.row, grid, order, one.sizes, one.variant, recompute)
     return Emulated(one.row, one.sizes, one.variant, machine.name, shrink, scale, cluster,
                     *(total_seconds([*found.values()]) for found in (here, there)))
