@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass, replace
 
-from bench.cases.case import Case
+from bench.cases.case import Case, row_stack
 from bench.cases.combined import TrainingCase
-from bench.cases.row_stack import row_stack
 from bench.cases.variants import DTYPES_16_BIT, PLAIN_DTYPE, Variant
 from bench.prediction import memory_fit
 from bench.prediction.pipelines.pipeline_model import PipelineModel

@@ -1,12 +1,17 @@
 """Cases: the rows of the paper at the sizes of a preset."""
 
 import math
+import random
 from dataclasses import dataclass
+from typing import Iterable, Mapping
 
+from bench.cases import variants
 from bench.cases.paper import Preset, Row, batch_of, load_tables, title
 from bench.cases.variants import Variant
 from bench.errors import UsageError, require_known
 from mm3d import ModelSizes
+from mm3d.arrays.backend import Backend
+from mm3d.model.stack import Stack
 
 
 @dataclass(frozen=True)
@@ -110,3 +115,37 @@ def _verified_sizes(preset: Preset, sizes: ModelSizes) -> ModelSizes:
     return ModelSizes(least(sizes.layers, preset.verify_layers), sizes.heads * head_size,
                       sizes.heads, least(sizes.batch, preset.verify_batch),
                       least(sizes.seq, preset.verify_seq))
+
+
+def shuffle_cases(cases: Iterable[Case], seed: int) -> list[Case]:
+    """Return `cases` in an order drawn from `seed`.
+
+    Each case draws its own number, so that any selection of cases keeps the order.
+    """
+    return sorted(cases, key=lambda one: random.Random(f"{seed} {one.name}").random())
+
+
+def check_verifiable(cases: list[Case]) -> None:
+    """Raise UsageError when the results of a case could not be verified.
+
+    Residuals, which check a model that is too large for one rank, are for 32 and 64 bits.
+    """
+    for one in cases:
+        if one.verified != one.sizes and one.variant.dtype in variants.DTYPES_16_BIT:
+            raise UsageError(f"--dtype {one.variant.dtype} --preset {one.preset}: a serial model "
+                             f"of that size does not fit, and residuals of a step are for "
+                             f"float32 and float64; choose --preset laptop or tiny")
+
+
+def check_variant(variant: Variant, rows: Iterable[Row], library: Backend,
+                  recompute: str) -> None:
+    """Raise UsageError when the rows' schemes, or the array library, cannot have the variant."""
+    if problem := variants.problem(variant, (row.scheme for row in rows), library, recompute):
+        raise UsageError(problem)
+
+
+def row_stack(variant: Variant, sizes: Mapping[str, int], recompute: str = "none",
+              seed: int = 0) -> Stack:
+    """Return layers of these sizes, in the variant's types and with its mask."""
+    return Stack(**sizes, seed=seed, dtype=variant.dtype, causal=variant.causal,
+                 recompute=recompute)

@@ -1,11 +1,9 @@
 """Select cases by table, scheme, ranks and name."""
 
-import random
 from typing import Iterable
 
 import msgspec
 
-from bench.cases.case import Case
 from bench.cases.paper import HEADINGS, PAPER, PROPOSED, Row, TITLES, load_tables, unpublished_row
 from bench.errors import UsageError, require_known
 from mm3d.schemes import find_scheme
@@ -92,14 +90,6 @@ def _has_grid(scheme: str, ranks: int) -> bool:
     except ValueError:
         return False
     return True
-
-
-def shuffle_cases(cases: Iterable[Case], seed: int) -> list[Case]:
-    """Return `cases` in an order drawn from `seed`.
-
-    Each case draws its own number, so that any selection of cases keeps the order.
-    """
-    return sorted(cases, key=lambda one: random.Random(f"{seed} {one.name}").random())
 
 
 def _parse_names(given: str, known: list[str], option: str) -> list[str]:

@@ -11,7 +11,6 @@ import numpy as np
 
 from bench.checks.sharded_matrices import row_chunks
 from bench.checks.tolerances import EPS
-from bench.errors import WrongResult
 from bench.records.measurements import Check
 
 # The bound grows with the number of terms in the worst case; errors found in practice are far
@@ -98,24 +97,6 @@ def check_product(name: str, left: DistributedMatrix, right: DistributedMatrix,
     sampled = _ratio(result.T.times(chosen) - exact, bound)
     return [Check(f"{name} times a random vector", vector, tolerance),
             Check(f"{len(rows)} rows of {name}", sampled, tolerance)]
-
-
-def require_passed(checks: list[Check], about: str = "",
-                   error: type[Exception] = WrongResult) -> list[Check]:
-    """Return the checks; raise `error`, for the worst that did not pass, if there is one."""
-    if message := describe_failed(checks, about):
-        raise error(message)
-    return checks
-
-
-def describe_failed(checks: list[Check], about: str = "") -> str:
-    """Describe the worst check that did not pass, and count these; "" when all did."""
-    failed = [check for check in checks if not check.passed]
-    if not failed:
-        return ""
-    worst = max(failed, key=lambda check: np.nan_to_num(check.share, nan=np.inf))
-    return (f"{about}{worst.quantity} is off by {worst.error:.2g}, tolerance "
-            f"{worst.tolerance:.2g} ({len(failed)} of {len(checks)} checks fail)")
 
 
 def _ratio(difference: np.ndarray, bound: np.ndarray) -> float:

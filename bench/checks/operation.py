@@ -8,7 +8,8 @@ from mpi4py import MPI
 
 from bench.agreement import agree
 from bench.checks import freivalds
-from bench.checks.freivalds import DistributedMatrix, describe_failed, require_passed
+from bench.checks.freivalds import DistributedMatrix
+from bench.checks.passed import describe_failed, require_passed
 from bench.errors import WrongResult
 from bench.records.measurements import Check
 from mm3d.arrays import backend as backends

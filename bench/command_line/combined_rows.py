@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Callable
 
 from bench.cases.combined import TABLE, list_cases, load, refuse_options
-from bench.cases.selection import shuffle_cases
+from bench.cases.case import shuffle_cases
 from bench.cluster.run import run_verb_inside
 from bench.cluster.spec import Cluster
 from bench.command_line.measuring import LIMITS, limits_of

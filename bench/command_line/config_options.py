@@ -136,3 +136,11 @@ def read(kind: Any, arguments: argparse.Namespace, **more: Any) -> Any:
     if isinstance(kind, type):
         return kind(**given(kind, arguments) | more)
     return replace(kind, **given(type(kind), arguments) | more)
+
+
+def add_inside(parser: argparse.ArgumentParser, before: str = "") -> None:
+    """Add ``--inside``, the direction of a mesh that lies inside nodes."""
+    parser.add_argument("--inside", metavar="AXIS", help=(
+        f"{before}the direction of the mesh that varies fastest from rank to rank, and so stays "
+        f"inside a node: one of the grid's, s for stages, d for replicas that divide a copy of "
+        f"the model, r for those across copies (default: the last of the grid's)"))

@@ -36,14 +36,6 @@ def add_pipeline(parser: argparse.ArgumentParser, batch: str) -> None:
     add_fields(parser, Division, OF_STAGES[4:], said, "with --stages and --data: {}")
 
 
-def add_inside(parser: argparse.ArgumentParser, before: str = "") -> None:
-    """Add ``--inside``, the direction of a mesh that lies inside nodes."""
-    parser.add_argument("--inside", metavar="AXIS", help=(
-        f"{before}the direction of the mesh that varies fastest from rank to rank, and so stays "
-        f"inside a node: one of the grid's, s for stages, d for replicas that divide a copy of "
-        f"the model, r for those across copies (default: the last of the grid's)"))
-
-
 def add_replicas(parser: argparse.ArgumentParser, what: str) -> None:
     """Add ``--data``, a number of replicas of the stages; `what` says what they are."""
     add_fields(parser, Division, ["data"], told(Division, ["data"]), f"with --stages: {what}",

@@ -2,31 +2,23 @@
 
 import argparse
 import math
-from dataclasses import replace
 from typing import Any, Callable
 
 from bench.agreement import broadcast_from_rank_0
-from bench.cases.case import Case
 from bench.cases.paper import HEADINGS, PAPER, TITLES, load_tables
 from bench.cases.variants import PLAIN_DTYPE, Variant
-from bench.cluster.rates import change_links
 from bench.cluster.spec import Cluster
 from bench.command_line import measuring
 from bench.command_line.config_options import add_fields, read, told
 from bench.command_line.number_types import number, whole
 from bench.errors import UsageError
-from bench.experiments.rows.dilation import Dilation
-from bench.experiments.rows.settings import ModelledWork
 from bench.instruments.timing import Limits
 from bench.prediction import memory_fit
 from bench.prediction.machine_model import Machine, load_machine
-from bench.prediction.seconds import work_seconds
-from bench.prediction.similarity import (emulating_machine, predict_phases, shrink_machine,
-                                         work_scale)
+from bench.prediction.similarity import work_scale
 from mm3d.arrays.backend import Backend
 from mm3d.arrays.plain_numbers import GREATEST
 from mm3d.config import Division, Model
-from mm3d.grid.shape import GridShape
 
 
 def add_rows(parser: argparse.ArgumentParser, preset: str | None = "laptop") -> None:
@@ -129,9 +121,8 @@ def software_share(text: str) -> float:
     return share
 
 
-def modelled_work(arguments: argparse.Namespace,
-                  comm=None) -> Callable[[Case], ModelledWork] | None:
-    """Return the function that gives the seconds that ranks of a case wait; None if they compute.
+def waited_machine(arguments: argparse.Namespace, comm=None) -> tuple[Machine, float] | None:
+    """Return the machine whose seconds ranks wait, and their factor; None if ranks compute.
 
     Parameters
     ----------
@@ -139,26 +130,6 @@ def modelled_work(arguments: argparse.Namespace,
         All ranks, if there are several; rank 0 reads the machine.
 
     UsageError on every rank, when the options contradict each other, or there is no such machine.
-    """
-    found = waited_machine(arguments, comm)
-    if found is None:
-        return None
-    machine, scale = found
-    preset = load_tables().presets[arguments.preset]
-    return lambda one: work_of(machine, scale, preset.of_table(one.row.table).shrink)
-
-
-def work_of(machine: Machine, scale: float, shrink: float) -> ModelledWork:
-    """Return the work of ranks that wait `scale` times the seconds of a machine that is shrunk."""
-    shrunk = shrink_machine(machine, shrink)
-    return ModelledWork(machine.name, lambda event: scale * work_seconds(shrunk, event),
-                        machine.elementwise_block, scale, shrink)
-
-
-def waited_machine(arguments: argparse.Namespace, comm=None) -> tuple[Machine, float] | None:
-    """Return the machine whose seconds ranks wait, and their factor; None if ranks compute.
-
-    Parameters and errors are those of `modelled_work`.
     """
     scale, preset = arguments.work_scale, load_tables().presets[arguments.preset]
     if chosen_work(arguments) == "compute":
@@ -178,27 +149,6 @@ def waited_machine(arguments: argparse.Namespace, comm=None) -> tuple[Machine, f
         scale = (work_scale(machine, Cluster.from_environment() or Cluster.parse(preset.cluster))
                  if preset.cluster else 1.0)
     return machine, scale
-
-
-def dilation(arguments: argparse.Namespace, comm) -> Dilation | None:
-    """Return how links and waits are slowed; None where ranks compute or no cluster is emulated.
-
-    Parameters are those of `modelled_work`, errors also those of `check_share`.
-    """
-    cluster, preset = Cluster.from_environment(), load_tables().presets[arguments.preset]
-    check_share(arguments)
-    found = waited_machine(arguments, comm)
-    if cluster is None or found is None:
-        return None
-    machine, scale = found
-
-    def predict(one: Case, grid: GridShape, order: str,
-                link: float | None) -> dict[str, tuple[float, float]]:
-        shrink = preset.of_table(one.row.table).shrink
-        model = emulating_machine(machine, shrink, scale, replace(cluster, link=link))
-        return predict_phases(model, one.row.scheme, grid, order, one.sizes, one.variant,
-                              arguments.recompute)
-    return Dilation(share_of(arguments, preset), cluster.link, predict, change_links)
 
 
 def share_of(arguments: argparse.Namespace, defaults: object) -> float:

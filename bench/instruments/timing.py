@@ -9,7 +9,7 @@ from typing import Any, Callable, ContextManager, Iterator
 import numpy as np
 
 from bench.instruments.clock import Clock, time_on_all_ranks, time_on_this_rank
-from bench.instruments.step_seconds import slowest
+from bench.records.model_run import slowest
 from bench.statistics import Interval, median_interval
 from mm3d.arrays import backend as backends
 from mm3d.arrays.plain_numbers import said

@@ -213,8 +213,8 @@ class WaitingTransport(MpiTransport):
     def __init__(self, carrier: MpiTransport, backend: WaitingBackend) -> None:
         super().__init__(carrier.comm, backend)
         self.carrier, self._clock = carrier, backend.trace
-        self.name, self.note, self.nonblocking = carrier.name, carrier.note, carrier.nonblocking
-        self.on_host, self.in_place = carrier.on_host, carrier.in_place
+        self.name, self.nonblocking = carrier.name, carrier.nonblocking
+        self.on_host = carrier.on_host
         self.nonblocking_rooted = carrier.nonblocking_rooted
 
     def take_moved(self) -> float:

@@ -7,7 +7,6 @@ from typing import Iterator
 import numpy as np
 
 from bench.errors import StoreError
-from bench.instruments import step_seconds
 from bench.prediction.machine_model import Machine
 from bench.prediction.work import NAMES, Seconds, Work
 from bench.records import model_run
@@ -60,7 +59,7 @@ def read_measured(run: Measurements) -> Iterator[Measured]:
     if isinstance(run, model_run.Run):
         published = run.published["recomputed_step_time"]
         yield Measured(work("layer"), chosen["dtype"],
-                       {phase: step_seconds.typical(run.times[phase]) for phase in PHASES},
+                       {phase: model_run.typical(run.times[phase]) for phase in PHASES},
                        None if math.isnan(published) else published, **more)
     elif run.kind == "matmul":
         seconds = run.variables["seconds"].values[:, 0, 0]

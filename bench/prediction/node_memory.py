@@ -5,8 +5,7 @@ from dataclasses import dataclass, replace
 
 from mpi4py import MPI
 
-from bench.cases.case import Case
-from bench.cases.row_stack import row_stack
+from bench.cases.case import Case, row_stack
 from bench.cases.variants import itemsize
 from bench.errors import LeftOut
 from bench.instruments.available_memory import available_memory, release_heap

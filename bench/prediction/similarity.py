@@ -13,6 +13,7 @@ from copy import copy
 
 import msgspec
 
+from bench.cases.paper import Row, load_tables
 from bench.cases.variants import Variant
 from bench.cluster.spec import Cluster
 from bench.errors import UsageError
@@ -123,3 +124,15 @@ def predict_phases(machine: Machine, scheme: str, grid: GridShape, order: str, s
         scheme, grid.ranks, grid.sizes, dtype=variant.dtype, options=variant.options(scheme),
         causal=variant.causal, recompute=recompute, **sizes)
     return split_seconds(machine, place_trace(trace, grid, order))
+
+
+def predict_original(machine: Machine, row: Row, grid: GridShape, order: str, sizes: ModelSizes,
+                     variant: Variant,
+                     recompute: str = "none") -> dict[str, tuple[float, float]]:
+    """Predict a layer's step of a row on the machine that is emulated; see `predict_phases`.
+
+    Hidden size and sequence length are the published ones; batch and heads are those of `sizes`.
+    """
+    published = ModelSizes(**{**sizes, "hidden": row.hidden, "layers": 1,
+                              "seq": load_tables().settings.seq})
+    return predict_phases(machine, row.scheme, grid, order, published, variant, recompute)

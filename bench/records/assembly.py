@@ -44,3 +44,10 @@ def add_numbers(record: Measurements, numbers: Numbers, /, **scales: Sequence) -
     record.scales.update(found.scales)
     record.raw.update(found.variables)
     return record
+
+
+def transport_names(grid: Any) -> str:
+    """Return the names of all transports of the grid's collectives; "none" on one rank."""
+    names = {getattr(axis.transport, "name", "mpi") for axis in grid.axes.values()
+             if axis.size > 1}
+    return " ".join(sorted(names)) or "none"

@@ -4,7 +4,7 @@ import functools
 import math
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from typing import Any, Mapping, Sequence
+from typing import Any, Iterator, Mapping, Sequence
 
 import h5py
 import numpy as np
@@ -45,6 +45,14 @@ class Check:
         """The error as a share of the tolerance, which is 0 where numbers must be equal."""
         exact = math.inf if self.error else 0.0
         return self.error / self.tolerance if self.tolerance else exact
+
+
+def failed_checks(checks: Sequence[Check]) -> Iterator[str]:
+    """List the quantities whose verification failed."""
+    for check in checks:
+        if not check.passed:
+            yield (f"verification of {check.quantity} has failed: error {check.error:g}, "
+                   f"tolerance {check.tolerance:g}; its times must not be written")
 
 
 @dataclass(frozen=True)

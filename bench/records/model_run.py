@@ -1,5 +1,6 @@
-"""The record of a row of the tables: names for what its groups hold."""
+"""The record of a row of the tables: names for what its groups hold, and seconds of a step."""
 
+from statistics import median
 from typing import Mapping
 
 import numpy as np
@@ -146,3 +147,23 @@ def traffic_group(counts: Mapping[str, np.ndarray], expected_words: np.ndarray,
                                  units[name], TRAFFIC_DIMS) for name, values in counts.items()}
                  | {"expected_words": Variable(expected_words.astype(np.int64), "1",
                                                ("phase", "axis", "collective"))})
+
+
+def slowest(samples: np.ndarray) -> np.ndarray:
+    """Return the maximum over ranks of samples (repetitions, ranks)."""
+    return samples.max(axis=1)
+
+
+def typical(samples: np.ndarray) -> float:
+    """Return the median over repetitions of `slowest`."""
+    return median(slowest(samples).tolist())
+
+
+def step_times(samples: dict[str, np.ndarray], batch: int) -> np.ndarray:
+    """Return seconds a sequence of every repetition: (forward + backward) / batch."""
+    return (slowest(samples["forward"]) + slowest(samples["backward"])) / batch
+
+
+def average_step_time(samples: dict[str, np.ndarray], batch: int) -> float:
+    """Return (forward + backward) / batch of medians, the paper's equation 6, in seconds."""
+    return (typical(samples["forward"]) + typical(samples["backward"])) / batch

@@ -7,11 +7,39 @@ import numpy as np
 from bench.cluster.spec import Cluster
 from bench.records.measurements import Check, Measurements, Setting
 from bench.records.schema import UNKNOWN
-from mm3d.transport import choice
 
 MODELLED = "real messages, modelled arithmetic"    # of ranks that wait, with links between them
 RESIDUAL = "residual of "    # begins the names of checks by `bench.checks.layer_residuals`
 CROWDED = "RANKS OUTNUMBER CORES: they take turns, and times say nothing about speed."
+# What each transport moves, by its name, where that differs from the words that
+# `mm3d.grid.axis.Traffic` counts.
+ON_DEVICES = (
+    "terms are exchanged and summed on the device: a rank receives the words counted, but of an "
+    "all-reduce of few words all terms, and of a reduce a share of all terms")
+MOVES = {
+    "mpi": (
+        "MPI moves by algorithms of its own: gathers and broadcasts bring a rank the words "
+        "counted, and may relay more; what sums move is not known"),
+    "shared": (
+        "ranks read each other's blocks where they lie: gathers of blocks that were placed move "
+        "nothing, the products read them; sums read the other ranks' terms, and what was not "
+        "placed is copied"),
+    "hierarchical": (
+        "ranks of a node share one copy of what comes from other nodes, and add their terms "
+        "before they leave the node; words are those that a rank receives for its node, copies "
+        "into shared memory or out of it, and reads to sum them; small arrays go by MPI, and "
+        "what it moves to sum them is not known"),
+    "chain": (
+        "a broadcast or reduction is passed from rank to rank, all else goes by MPI: gathers "
+        "and broadcasts bring a rank the words counted; what other sums move is not known"),
+    "ordered": (
+        "terms are exchanged and summed in the order of the ranks: a rank receives the words "
+        "counted, but of a reduce all terms"),
+    "silent": "nothing travels between ranks that do not exist",
+    "nccl": (
+        "NCCL moves by algorithms of its own: gathers and broadcasts bring a rank the words "
+        "counted, and may relay more; what sums move is not known, but those of 16 bits"),
+    "device": ON_DEVICES, "staged": ON_DEVICES}
 
 
 def describe_cluster(environment: Mapping[str, Setting]) -> str:
@@ -61,9 +89,8 @@ def counted(count: int, what: str) -> str:
 
 def words_note(names: Iterable[str]) -> str:
     """Explain how words are counted, and which words these transports move."""
-    known = {name: choice.transport_class(name).note for several in names
-             for name in several.split() if name in choice.TRANSPORTS}
-    about = "; ".join(f"{name}: {note}" for name, note in sorted(known.items()) if note)
+    known = sorted({name for several in names for name in several.split() if name in MOVES})
+    about = "; ".join(f"{name}: {MOVES[name]}" for name in known)
     return ("Words, and bytes of them, are counted from shapes by the bucket algorithm, the same "
             "for every transport" + (f". What it moves, {about}." if about else "."))
 

@@ -7,7 +7,7 @@ import numpy as np
 from bench.cases.paper import Row, title
 from bench.cases.variants import recorded_variant
 from bench.document import Column, Number, Table, make_table, number_cell, spread
-from bench.instruments import step_seconds
+from bench.records import model_run
 from bench.records.folder import is_crowded, policy_of, row_of
 from bench.records.model_run import Run
 from bench.records.notes import counted
@@ -26,7 +26,7 @@ def certainty_table(heading: str, found: Sequence[tuple[Row, Run]]) -> Table:
     It also states the limit that ended the repetitions, and how the model was verified.
     """
     def bounds(phase: str) -> Callable[[tuple[Row, Run]], list[Number]]:
-        return lambda one: interval_cells(median_interval(step_seconds.slowest(
+        return lambda one: interval_cells(median_interval(model_run.slowest(
             one[1].times[phase])))
     columns = [
         Column("scheme", of=lambda one: title(one[0].scheme)),
@@ -77,7 +77,7 @@ def compare_repetitions(slow: Run, fast: Run) -> str:
     """
     if any(map(is_crowded, (slow, fast))):
         return "not tested"
-    p = rank_sum_p(*(step_seconds.step_times(run.times, run.configuration["batch"])
+    p = rank_sum_p(*(model_run.step_times(run.times, run.configuration["batch"])
                    for run in (slow, fast)))
     return f"{'yes' if p < SIGNIFICANT else 'no'}, p = {p:.2g}"
 
@@ -95,7 +95,7 @@ def certainty_notes(runs: Sequence[Run]) -> list[str]:
                                  for run in runs}))
     counts = ", ".join(f"{END_REASONS[reason]} in {count}"
                        for reason, count in ended.items() if count)
-    reached = sorted(max(median_interval(step_seconds.slowest(run.times[phase])).width
+    reached = sorted(max(median_interval(model_run.slowest(run.times[phase])).width
                          for phase in PHASES) for run in runs)
     least, median, most = (f"{100 * float(width):.2g}" for width in (
         reached[0], np.median(reached), reached[-1]))

@@ -13,7 +13,7 @@ from typing import Iterator, Mapping, Sequence
 import numpy as np
 
 from bench.errors import StoreError, UsageError
-from bench.instruments import step_seconds
+from bench.records import model_run
 from bench.records.folder import EFFORT, natural_key, read_runs
 from bench.records.measurements import Measurements, Setting
 from bench.records.model_run import Run
@@ -65,7 +65,7 @@ def read_cases(paths: Sequence[str | Path]) -> tuple[ByTransport, list[str]]:
             transport = str(run.configuration.get("transport", "not recorded"))
             # Of a row of the tables the times are those of whole steps.
             for name, timed in benchmark_points(run) if not isinstance(run, Run) else [
-                    (run_name(run), Timed(step_seconds.step_times(run.times, 1), run))]:
+                    (run_name(run), Timed(model_run.step_times(run.times, 1), run))]:
                 key = name, transport, run.created
                 if key not in seen:    # a run named twice is one run
                     found.setdefault((name, transport), []).append(timed)

@@ -31,9 +31,9 @@ def describe_clusters(runs: Sequence[Run | None]) -> str:
 
 def swept_rates(runs: Sequence[Run]) -> list[Measurements]:
     """Join the rows of emulated clusters that differ in the rates of links alone."""
-    if not emulated_runs(runs):
-        return []
-    from bench.reports.emulation.at_rates import join_rates
+    if len({run.environment["emulated_cluster"] for run in emulated_runs(runs)}) < 2:
+        return []    # as in almost all folders
+    from bench.records.at_rates import join_rates
     return join_rates(runs)
 
 

@@ -6,7 +6,6 @@ from typing import Callable
 
 from bench.cases.paper import BASELINES, HEADINGS, PROPOSED, Row
 from bench.document import Notes, Part, Table
-from bench.errors import UsageError
 from bench.records import atomic
 from bench.records.folder import (FolderContents, Results, most_oversubscribed, read_folder,
                                   share_cores)
@@ -14,8 +13,8 @@ from bench.records.model_run import Run
 from bench.records.run_file import report_left_out
 from bench.reports import formats, micro_tables, paper_tables, speed_ups
 from bench.reports.emulated import describe_clusters
-from bench.reports.emulation import tables as emulation_tables
-from bench.reports.emulation.row import Emulated
+from bench.reports import emulated_tables
+from bench.reports.emulated_rows import Emulated
 from bench.reports.figures.every_figure import draw_figures
 from bench.reports.figures.style import report_drawn
 from bench.reports.page import write_page
@@ -73,11 +72,7 @@ def summary_parts(found: FolderContents) -> list[Part]:
         parts += micro_tables.make_parts(found.measurements)
     if shown:
         results = max(shown, key=lambda one: max(run.created for run in one.shown_runs()))
-        groups: list[list[Emulated]] = []
-        try:
-            groups = emulation_tables.group_rows(emulation_tables.emulated_rows(results))
-        except UsageError as error:
-            parts.append(Notes("Not predicted:", [str(error)]))
+        groups = emulated_tables.group_rows(emulated_tables.emulated_rows(results))
         parts += [paper_tables.paper_table(paper_tables.heading(results, name), rows,
                                            [results.get(row) for row in rows])
                   for name in HEADINGS if (rows := shown_rows(results, name))]
@@ -94,8 +89,8 @@ def shown_rows(results: Results, table: str) -> list[Row]:
 
 def ratio_parts(results: Results, groups: list[list[Emulated]]) -> list[Table]:
     """Make the tables of the speed-ups of 3-D; with predictions where a cluster was emulated."""
-    tables = [emulation_tables.speed_ups_table(*one, True) for group in groups
-              for one in emulation_tables.by_heading(group)]
+    tables = [emulated_tables.speed_ups_table(*one, True) for group in groups
+              for one in emulated_tables.by_heading(group)]
     if not groups:
         tables = [speed_ups.speed_up_table(HEADINGS[name], name, results) for name in HEADINGS
                   if is_compared(results, name)]
@@ -122,15 +117,15 @@ def state_limits(results: Results, groups: list[list[Emulated]]) -> list[str]:
 
 def state_emulated(runs: list[Run], groups: list[list[Emulated]]) -> list[str]:
     """State what rows show whose ranks wait for their work on an emulated cluster."""
-    machines = " and ".join(sorted({one.machine.name for group in groups for one in group}))
+    machines = " and ".join(sorted({one.machine for group in groups for one in group}))
     crowded = most_oversubscribed(runs)
     cores = f" on {crowded.environment['cores']} cores" if crowded else ""
-    above = [share for group in groups for share in emulation_tables.marked_shares(group)]
+    above = [share for group in groups for share in emulated_tables.marked_shares(group)]
     shares = sorted({float(run.configuration.get("software_share", 0)) for run in runs})
     allowed = " or ".join(f"{share:.0%}" for share in shares)
     limit = (f"software took more than {allowed} of a step of rows" if any(shares) else
              "links and waits were not slowed until software takes little of a step, in rows")
-    shares = (f"{limit} whose ratios have a {emulation_tables.MARK}, which are not to be quoted: "
+    shares = (f"{limit} whose ratios have a {emulated_tables.MARK}, which are not to be quoted: "
               f"{'; '.join(above)}"
               if above else f"in all of them software took at most {allowed} of a step")
     return [

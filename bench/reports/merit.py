@@ -8,7 +8,7 @@ import numpy as np
 from bench.cases.paper import title
 from bench.document import Column, Notes, Number, Part, Table, number_cell
 from bench.errors import StoreError
-from bench.instruments import step_seconds
+from bench.records import model_run
 from bench.records.folder import FolderContents
 from bench.records.model_run import Run
 from bench.records.notes import words_note
@@ -31,7 +31,7 @@ def throughput(run: Run) -> tuple[float, float]:
 
     A step is the median forward and backward, both untraced.
     """
-    seconds = sum(step_seconds.typical(run.times[phase]) for phase in PHASES)
+    seconds = sum(model_run.typical(run.times[phase]) for phase in PHASES)
     return (run.configuration["batch"] * run.configuration["seq"] / seconds,
             int(run.values("flops")) / seconds / run.ranks)
 
@@ -39,7 +39,7 @@ def throughput(run: Run) -> tuple[float, float]:
 def figures_of_merit(run: Run) -> list[Figure]:
     """Compute all figures of a run; the MFU is its useful rate over the peak of products."""
     tokens, rate = throughput(run)
-    found = [Figure("average step time", step_seconds.average_step_time(
+    found = [Figure("average step time", model_run.average_step_time(
                         run.times, run.configuration["batch"]), "s a sequence"),
              Figure("tokens a second", tokens, "1/s"),
              Figure("useful rate a rank", rate / 1e9, "GFLOP/s"),
@@ -196,7 +196,7 @@ def run_parts(run: Run) -> list[Part]:
         return [merits, Notes("About it:", ["The run was not traced: no parts.", words])]
     ratio = time_parts.tracing_overhead(run)
     rows = [[phase, *map(_merit_cell, found.values()), _merit_cell(sum(found.values())),
-             _merit_cell(step_seconds.typical(run.times[phase])), number_cell(ratio[phase], ".2f")]
+             _merit_cell(model_run.typical(run.times[phase])), number_cell(ratio[phase], ".2f")]
             for phase, found in shares.items()]
     for phase, found in shares.items():
         whole = sum(found.values())

@@ -9,13 +9,14 @@ from bench.cases.paper import BASELINES, HEADINGS, PROPOSED, Row, load_tables, t
 from bench.cases.selection import select_rows
 from bench.cases.variants import recorded_variant
 from bench.document import Column, Notes, Number, Part, Rows, Table, number_cell
-from bench.instruments import step_seconds
+from bench.records import model_run
 from bench.records.folder import (FolderContents, Key, Results, is_crowded, most_oversubscribed,
                                   row_of, share_cores)
 from bench.records.model_run import Run
 from bench.records.notes import (counted, describe_cluster, describe_libraries, describe_source,
                                  split_checks)
-from bench.reports import certainty, emulated, merit_rows, micro_tables, speed_ups
+from bench.reports import (certainty, emulated, emulated_tables, merit_rows, micro_tables,
+                           speed_ups)
 from mm3d.tracing.events import PHASES
 
 
@@ -52,9 +53,7 @@ def preset_parts(results: Results) -> list[Part]:
                       merit_rows.merit_table(title_of_all, found)]
         if results.plain or results.runs.keys() & {(name, PROPOSED, 64)}:
             parts.append(speed_ups.speed_up_table(title_of_all, name, results))
-    if emulated.waited_rows(results):    # predicted by dry runs, which other tables do not need
-        from bench.reports.emulation.tables import emulated_parts
-        parts += emulated_parts(results)
+    parts += emulated_tables.emulated_parts(results)
     parts += merit_rows.wire_parts(results)
     others = any(not row.published for name in HEADINGS for row in results.rows(name))
     published = published_notes() + [NOT_PUBLISHED] * others
@@ -70,7 +69,7 @@ def heading(results: Results, table: str) -> str:
 
 def paper_table(heading: str, rows: Sequence[Row], runs: Sequence[Run | None]) -> Table:
     """Make one of the paper's tables, with "missing" for rows that were not measured."""
-    times = [_column([run and step_seconds.typical(run.times[phase]) for run in runs])
+    times = [_column([run and model_run.typical(run.times[phase]) for run in runs])
              for phase in PHASES]
     times.append(_column([run and measured_average(run) for run in runs]))
     lines: Rows = []
@@ -91,7 +90,7 @@ def paper_table(heading: str, rows: Sequence[Row], runs: Sequence[Run | None]) -
 
 def measured_average(run: Run) -> float:
     """Compute the average step time in seconds per sequence (equation 6) from medians."""
-    return step_seconds.average_step_time(run.times, run.configuration["batch"])
+    return model_run.average_step_time(run.times, run.configuration["batch"])
 
 
 def inconsistent_notes(rows: Sequence[Row]) -> list[str]:
@@ -175,7 +174,7 @@ def waiting_notes(runs: Sequence[Run]) -> list[str]:
     if not waiting:
         return []
     share = [run.groups["waits"].variables["counted"].values.sum(axis=0).max()
-             / sum(step_seconds.typical(run.samples[phase]) for phase in PHASES)
+             / sum(model_run.typical(run.samples[phase]) for phase in PHASES)
              for run in waiting]
     return [f"WAITED WORK: products and elementwise operations take the seconds of the machine "
             f"model {_all(waiting, 'waited_machine')}, shrunk by {_all(waiting, 'waited_shrink')} "

@@ -6,7 +6,7 @@ from typing import Iterable
 
 import numpy as np
 
-from bench.instruments import step_seconds
+from bench.records import model_run
 from bench.records.measurements import Variable
 from bench.records.model_run import Run
 from mm3d.grid.axis import COLLECTIVES
@@ -60,7 +60,7 @@ def tracing_overhead(run: Run) -> dict[str, float] | None:
     if seconds is None:
         return None
     own = seconds.sum(axis=-1)
-    return {phase: step_seconds.typical(own[:, p]) / step_seconds.typical(run.times[phase])
+    return {phase: model_run.typical(own[:, p]) / model_run.typical(run.times[phase])
             for p, phase in enumerate(PHASES)}
 
 

@@ -14,9 +14,8 @@ import numpy as np
 
 from bench.cases.variants import recorded_variant
 from bench.errors import StoreError, Unreadable
-from bench.instruments import step_seconds
-from bench.records import merged, schema
-from bench.records.measurements import Check, Measurements
+from bench.records import merged, model_run, schema
+from bench.records.measurements import Measurements, failed_checks
 from bench.records.model_run import Run
 from bench.records.notes import counted, split_checks
 from bench.records.run_file import DAMAGE, FORMAT, UNLIKE, open_file, parse_run
@@ -85,14 +84,6 @@ def check_run(group: h5py.Group, place: str) -> tuple[list[str], list[str]]:
     return errors, checked(list_warnings, run)
 
 
-def failed_checks(checks: list[Check]) -> Iterator[str]:
-    """List the quantities whose verification failed."""
-    for check in checks:
-        if not check.passed:
-            yield (f"verification of {check.quantity} has failed: error {check.error:g}, "
-                   f"tolerance {check.tolerance:g}; its times must not be written")
-
-
 def check_oversubscription(run: Measurements) -> Iterator[str]:
     """Check the recorded ratio of ranks to cores."""
     environment, count = run.environment, run.environment["ranks"]
@@ -151,7 +142,7 @@ def list_warnings(run: Measurements) -> Iterator[str]:
     if not isinstance(run, Run):
         return
     for phase in PHASES if count > 5 else ():
-        found = step_seconds.slowest(run.samples[phase])
+        found = model_run.slowest(run.samples[phase])
         if found[0] == found.max() and found[0] > 1.5 * np.median(found):
             yield (f"the first {phase} that counts took {found[0] / np.median(found):.1f} times "
                    f"the median: more than {run.configuration['warmup']} steps to warm up would "

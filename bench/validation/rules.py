@@ -14,8 +14,8 @@ from bench.cases.paper import load_tables, title, unpublished_row
 from bench.cases.variants import itemsize, recorded_variant
 from bench.checks import tolerances
 from bench.errors import UsageError
-from bench.instruments import step_seconds
 from bench.records.kinds.model import expected_words
+from bench.records import model_run
 from bench.records.measurements import Check
 from bench.records.model_run import Run
 from bench.records.notes import split_checks
@@ -47,7 +47,7 @@ def check_samples(run: Run) -> Iterator[str]:
 def check_ending(run: Run) -> Iterator[str]:
     """Check that the recorded end of the repetitions agrees with the samples."""
     chosen, count = run.configuration, len(run.samples["forward"])
-    intervals = {phase: median_interval(step_seconds.slowest(run.samples[phase]))
+    intervals = {phase: median_interval(model_run.slowest(run.samples[phase]))
                  for phase in PHASES}
     wide = [f"{phase} {100 * interval.width:.1f} % wide at {100 * interval.confidence:.0f} %"
             for phase, interval in intervals.items() if not interval.within(chosen["width"])]

@@ -5,9 +5,8 @@ import sys
 from dataclasses import replace
 
 from bench.cases.variants import Variant
-from bench.command_line import (expert_options, grids, model_options, options,
-                                pipeline_options)
-from bench.command_line.config_options import add_fields, told
+from bench.command_line import expert_options, grids, model_options, options, pipeline_options
+from bench.command_line.config_options import add_fields, add_inside, told
 from bench.command_line.number_types import MOST_RANKS, whole
 from bench.errors import UsageError
 from bench.prediction import machine_model, memory_fit
@@ -68,7 +67,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     expert_options.add_layers(parser)
     add_fields(parser, Division, ["expert_parallel"])
     pipeline_options.add_pipeline(parser, " of a replica")
-    pipeline_options.add_inside(parser, "with --stages and --machine: ")
+    add_inside(parser, "with --stages and --machine: ")
     options.add(parser, "hide_sums")
 
 

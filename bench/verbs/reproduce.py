@@ -13,21 +13,23 @@ from pathlib import Path
 from typing import Any, Mapping, Sequence
 
 from bench.cases import combined
-from bench.cases.case import Case, make_case
+from bench.cases.case import Case, check_variant, check_verifiable, make_case, shuffle_cases
 from bench.cases.paper import Preset, Row, load_tables
-from bench.cases.selection import equal_token_rows, select_rows, shuffle_cases
+from bench.cases.selection import equal_token_rows, select_rows
 from bench.cluster.run import run_verb_inside
 from bench.cluster.spec import Cluster
-from bench.command_line import options, row_options
+from bench.command_line import combined_rows, options, row_options
 from bench.command_line.best_preset import choose_preset
 from bench.command_line.progress import RowProgress
 from bench.errors import UsageError, as_usage_error
 from bench.experiments.rows import resume
 from bench.experiments.rows.reproduction import Stopped, measure_cases
-from bench.experiments.rows.settings import check_variant, check_verifiable
 from bench.instruments import host, leftover_memory
 from bench.records import journal, notes
 from bench.records.journal import Journal, Reproduction
+from bench.reports import emulated_tables
+from bench.reports.finish import write_tables_and_figures
+from bench.reports.predicted_rows import of_case
 from mm3d import launcher
 from mm3d.arrays import backend as backends
 from mm3d.console import complain, say
@@ -85,8 +87,6 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("reproduce starts mpirun itself: run it without, as in "
                          "python -m bench reproduce")
     if arguments.table == combined.TABLE:
-        from bench.command_line import combined_rows
-        from bench.reports.finish import write_tables_and_figures
         return combined_rows.reproduce(arguments, partial(write_tables_and_figures,
                                                           show=arguments.show))
     why = choose(arguments) if arguments.preset is None else ""
@@ -274,10 +274,9 @@ def predict_rows(arguments: argparse.Namespace, cases: list[Case]) -> None:
     found, cluster = row_options.waited_machine(arguments), Cluster.from_environment()
     if found is None or cluster is None:
         return
-    from bench.reports.emulation import row as emulated_row, tables as emulation_tables
-    rows = [emulated_row.of_case(one, *found, cluster, arguments.recompute) for one in cases]
+    rows = [of_case(one, *found, cluster, arguments.recompute) for one in cases]
     arguments.show(["predicted before the run:",
-                    *emulation_tables.tables_of(rows, measured=False)])
+                    *emulated_tables.tables_of(rows, measured=False)])
     say()
 
 
@@ -306,7 +305,6 @@ def report_end(log: Journal, reproduction: Reproduction, progress: RowProgress,
     status = int(lacking > 0)
     goes_on = reproduction.settings.get(resume.ROUND, ROUNDS) < ROUNDS and outcome == "complete"
     if progress.measured and not goes_on:
-        from bench.reports.finish import write_tables_and_figures
         status |= write_tables_and_figures(log.folder, not stopped, arguments.show)
     if stopped or lacking:
         print_rest(log.folder, progress, stopped, arguments.words)

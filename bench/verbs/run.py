@@ -7,23 +7,21 @@ from pathlib import Path
 from typing import Callable, Sequence
 
 from bench.agreement import broadcast_from_rank_0
-from bench.cases.case import Case, make_case
+from bench.cases.case import (Case, check_variant, check_verifiable, make_case, row_stack,
+                              shuffle_cases)
 from bench.cases.paper import Row
-from bench.cases.row_stack import row_stack
-from bench.cases.selection import equal_token_rows, rows_by_name, select_rows, shuffle_cases
+from bench.cases.selection import equal_token_rows, rows_by_name, select_rows
 from bench.cases.variants import Variant
 from bench.cluster.spec import rate_text
-from bench.command_line import grids, measuring, row_options
+from bench.command_line import grids, measuring, row_options, waiting
 from bench.command_line.config_options import add_fields, told
 from bench.command_line.publish import check_trace_file, publish_row
-from bench.document import Part
 from bench.errors import UsageError
 from bench.experiments.rows.dilation import set_links
 from bench.experiments.rows.row import measure_case
-from bench.experiments.rows.settings import (Settings, check_backend, check_grids, check_variant,
-                                             check_verifiable)
-from bench.experiments.training.stopping import stop_file_exists
-from bench.instruments import chrome_trace, slow_links, step_seconds
+from bench.experiments.rows.settings import Settings, check_backend, check_grids
+from bench.instruments.stopping import stop_file_exists
+from bench.instruments import chrome_trace, slow_links
 from bench.instruments.peaks import measure_peaks
 from bench.prediction import machine_model, node_memory
 from bench.records import model_run, run_file
@@ -101,6 +99,8 @@ def run(arguments: argparse.Namespace, comm) -> int:
             spared = arguments.rows is None and one.row.like and line.startswith("left out")
             statuses.append(0 if spared else status)
     if arguments.links:
+        if comm.rank == 0:    # of a folder, as `report` shows it
+            from bench.reports.figures.link_sweep import show_rates
         statuses.append(comm.bcast(comm.rank == 0 and show_rates(out, arguments.show)))
     return max(statuses)
 
@@ -128,7 +128,7 @@ def read_settings(arguments: argparse.Namespace, rows: list[Row],
     check_variant(variant, rows, library, arguments.recompute)
     order = comm.bcast(random.SystemRandom().randrange(2 ** 31) if arguments.order is None
                        else arguments.order)
-    dilation = row_options.dilation(arguments, comm)
+    dilation = waiting.dilation(arguments, comm)
     if arguments.links and not dilation:
         raise UsageError("--links: rates are those of the links of an emulated cluster, while "
                          "ranks wait for their work; give --cluster, such as --cluster "
@@ -140,7 +140,7 @@ def read_settings(arguments: argparse.Namespace, rows: list[Row],
         stop=lambda: bool(arguments.stop_file) and stop_file_exists(Path(arguments.stop_file)),
         fits=lambda one, sizes, comm: node_memory.check_memory(
             one, sizes, arguments.recompute, library, comm, memory),
-        waits=row_options.modelled_work(arguments, comm),
+        waits=waiting.modelled_work(arguments, comm),
         dilation=dilation), variant
 
 
@@ -233,7 +233,7 @@ def write_row(found: tuple, one: Case, out: Path, trace: Path | None) -> tuple[i
 
 def summarize(record: model_run.Run) -> str:
     """Return in a line the times of a step and its difference from the serial scheme's."""
-    forward, backward = (step_seconds.typical(record.samples[phase]) for phase in PHASES)
+    forward, backward = (model_run.typical(record.samples[phase]) for phase in PHASES)
     serial, own = split_checks(record.checks)
     error = max(check.error for check in serial)
     checked = "a smaller model differs" if own else "differs"
@@ -243,22 +243,3 @@ def summarize(record: model_run.Run) -> str:
               if record.configuration.get("dilation", 1) != 1 else "")
     return (f"forward {forward:.3g} s, backward {backward:.3g} s{slowed}, {checked} from serial "
             f"by {error:.1g}{step}")
-
-
-def show_rates(folder: Path, show: Callable[[list[Part]], None]) -> int:
-    """Print the tables of a folder's rows at several rates of links, and draw the picture.
-
-    Return 1 if it cannot be drawn or a file was left out, else 0, as for want of results.
-    """
-    from bench.records.folder import read_folder
-    from bench.records.kinds import sweep
-    from bench.reports.emulation.at_rates import join_rates
-    from bench.reports.figures.link_sweep import make_sweep_drawings
-    from bench.reports.figures.style import report_drawn, save_drawings
-    found = read_folder(folder)
-    records = join_rates(found.rows)
-    say()
-    show(sweep.tables(records))
-    say()
-    return max(run_file.report_left_out(found.problems),
-               report_drawn(*save_drawings(make_sweep_drawings(records), folder)))

@@ -12,14 +12,14 @@ from typing import Any
 from mpi4py import MPI
 
 from bench.agreement import make_on_each_rank, make_on_rank_0
-from bench.command_line import (expert_options, measuring, model_options, options,
-                                pipeline_options)
-from bench.command_line.config_options import MESH, Told, add_fields, names_of, read, told
+from bench.command_line import expert_options, measuring, model_options, options
+from bench.command_line.config_options import (MESH, Told, add_fields, add_inside, names_of, read,
+                                               told)
 from bench.command_line.number_types import whole
 from bench.command_line.publish import check_pictures, publish, report_failure
 from bench.errors import UsageError, WrongResult, as_usage_error
+from bench.experiments.products.operands import observe_products
 from bench.experiments.torch.child import check_interpreter
-from bench.experiments.torch.equal_kernels import observe_products
 from bench.experiments.training import plain_gpt, record, torch_training, trainer
 from bench.experiments.training.history import History, progress_line
 from bench.experiments.training.plan import Plan
@@ -27,10 +27,9 @@ from bench.experiments.training.text import Text, share_text
 from bench.experiments.training.trainer import Course, TrainingEnd, Training
 from bench.instruments.placement import mesh_order, reorder_ranks
 from bench.records.journal import claim_folder
-from bench.records.measurements import Measurements
+from bench.records.measurements import Measurements, failed_checks
 from bench.reports.figures import style
 from bench.reports.micro_tables import showing
-from bench.validation.files import failed_checks
 from mm3d.config import Config, Division
 from mm3d.console import say
 from mm3d.launcher import wait_patiently
@@ -62,7 +61,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_fields(parser, Division, ["expert_parallel"])
     add_fields(parser, Plan, PLANNED, {name: Told(default_of(name)) for name in PLANNED})
     add_fields(parser, Plan, ["tied"])
-    pipeline_options.add_inside(parser)
+    add_inside(parser)
     add_fields(parser, Course, COURSE, told(Course, COURSE, checkpoints=(
         f": a folder of its own for each text and settings, in ./{CHECKPOINTS}")))
     parser.add_argument("--sample", type=whole(1), metavar="N",

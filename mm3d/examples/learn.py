@@ -11,7 +11,6 @@ import shutil
 import tempfile
 import textwrap
 from pathlib import Path
-from pydoc_data.topics import topics
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ import mm3d
 from mm3d.arrays.plain_numbers import check_whole
 from mm3d.child_process import run_child
 from mm3d.examples import Parser
+from mm3d.examples.train import help_texts, take_steps
 from mm3d.launcher import wait_patiently
 from mpi4py import MPI
 
@@ -40,7 +40,7 @@ MESHES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 
 def draw_batches(steps: int) -> np.ndarray:
     """Draw the batches of all steps, bytes of the text: (steps, batch, seq + 1)."""
-    text = np.frombuffer("".join(topics[name] for name in sorted(topics)).encode(), np.uint8)
+    text = help_texts()
     starts = np.random.default_rng(0).integers(
         0, len(text) - SIZES["seq"], (steps, SIZES["batch"]))
     return text[starts[..., None] + np.arange(SIZES["seq"] + 1)].astype(int)
@@ -57,10 +57,9 @@ def train(comm: MPI.Comm, name: str, batches: np.ndarray,
     model = mm3d.GPT(mesh, **SIZES, **LLAMA, **how)
     if folder is not None:
         mm3d.save_pretrained(model, folder)
-    optimizer, losses = mm3d.AdamW(model, **ADAMW), []
-    for rows in batches:
-        losses.append(model.step(rows[..., :-1], rows[..., 1:]))
-        optimizer.step()
+    losses = [loss for _, loss in take_steps(
+        model, mm3d.AdamW(model, **ADAMW), lambda n: (batches[n, :, :-1], batches[n, :, 1:]),
+        range(len(batches)))]
     model.free()
     mesh.free()
     return losses

@@ -1,11 +1,12 @@
 """Train a GPT on any mesh: replicas, stages of a pipeline, and a tensor parallelism in each.
 
 ``mpirun -n 8 python -m mm3d.examples.train --data 2 --stages 2 --grid 2 1 1``: the losses are the
-same on every mesh.
+same on every mesh.  ``bench train`` takes these steps, too, between checkpoints and validations.
 """
 
 import sys
 from pydoc_data.topics import topics
+from typing import Any, Callable, Iterator
 
 import numpy as np
 
@@ -14,6 +15,37 @@ from mm3d.examples import Parser
 from mpi4py import MPI
 
 BATCH, SEQ = 16, 32
+Batch = tuple[np.ndarray, np.ndarray]    # tokens and targets, (batch, seq)
+
+
+def take_steps(model: Any, optimizer: Any, batch: Callable[[int], Batch], numbers: range,
+               rate: Callable[[int], float] | None = None,
+               seen: Callable[[int, float], None] = lambda number, loss: None
+               ) -> Iterator[tuple[int, float]]:
+    """Take a step of each number; yield the number, and the loss before it, when it is taken.
+
+    `batch` returns the whole batch of a step, the same on every rank, and `rate` its learning
+    rate.  `seen` is called with the number and the loss while the gradients are there.
+    """
+    for number in numbers:
+        model.dropout_step = number
+        loss = model.step(*batch(number))    # forward and backward
+        seen(number, loss)
+        if rate is not None:
+            optimizer.lr = rate(number)
+        optimizer.step()
+        yield number, loss
+
+
+def help_texts() -> np.ndarray:
+    """Return the bytes of the help texts of Python."""
+    return np.frombuffer("".join(topics[name] for name in sorted(topics)).encode(), np.uint8)
+
+
+def windows(text: np.ndarray, starts: np.ndarray, seq: int) -> Batch:
+    """Return the sequences that begin at `starts`, and the tokens that follow each of theirs."""
+    found = text[starts[..., None] + np.arange(seq + 1)].astype(np.int64)
+    return found[..., :-1], found[..., 1:]
 
 
 def main(words: list[str] | None = None, comm: MPI.Comm = MPI.COMM_WORLD) -> None:
@@ -33,15 +65,11 @@ def main(words: list[str] | None = None, comm: MPI.Comm = MPI.COMM_WORLD) -> Non
                          microbatches=2 * options.stages, zero=options.zero, dtype="float64")
     except ValueError as error:    # the same on every rank
         sys.exit(f"error: {error}")
-    optimizer = mm3d.AdamW(model, lr=3e-3)
-
-    text = np.frombuffer("".join(topics[name] for name in sorted(topics)).encode(), np.uint8)
-    draw = np.random.default_rng(0)
-    for number in range(options.steps):
-        starts = draw.integers(0, len(text) - SEQ, BATCH)    # the same on every rank
-        rows = np.stack([text[start:start + SEQ + 1] for start in starts]).astype(int)
-        loss = model.step(rows[:, :-1], rows[:, 1:])    # forward and backward
-        optimizer.step()
+    text, draw = help_texts(), np.random.default_rng(0)
+    for number, loss in take_steps(
+            model, mm3d.AdamW(model, lr=3e-3),
+            lambda _: windows(text, draw.integers(0, len(text) - SEQ, BATCH), SEQ),
+            range(options.steps)):
         if comm.rank == 0 and number % 5 == 0:
             print(f"step {number}: loss {loss:.9f}", flush=True)
     model.free()

@@ -24,8 +24,6 @@ class ChainTransport(MpiTransport):
 
     name = "chain"
     mpi_bytes = MAX_MPI_BYTES
-    note = ("a broadcast or reduction is passed from rank to rank, all else goes by MPI: gathers "
-            "and broadcasts bring a rank the words counted; what other sums move is not known")
 
     def __init__(self, comm: MPI.Intracomm, backend: Backend) -> None:
         super().__init__(comm, backend)

@@ -24,8 +24,6 @@ class ExchangeTransport(MpiTransport, ABC):
     """
 
     nonblocking_rooted = False    # on device buffers some of MPI's nonblocking collectives crash
-    note = ("terms are exchanged and summed on the device: a rank receives the words counted, but "
-            "of an all-reduce of few words all terms, and of a reduce a share of all terms")
 
     def _count_received(self, lengths: Lengths) -> None:
         """Count the words of the blocks that this rank receives, one from each rank."""

@@ -75,10 +75,6 @@ class HierarchicalTransport(MpiTransport):
     name = "hierarchical"
     mpi_bytes = MAX_MPI_BYTES
     nonblocking_rooted = False    # they pass through the memory of a node
-    note = ("ranks of a node share one copy of what comes from other nodes, and add their terms "
-            "before they leave the node; words are those that a rank receives for its node, "
-            "copies into shared memory or out of it, and reads to sum them; small arrays go by "
-            "MPI, and what it moves to sum them is not known")
 
     def __init__(self, comm: MPI.Intracomm, backend: Backend, nodes: list[int]) -> None:
         super().__init__(comm, backend)

@@ -24,16 +24,9 @@ class MpiTransport:
     """
 
     name = "mpi"    # in results and settings
-    # Where the words moved differ from those that `mm3d.grid.axis.Traffic` counts.
-    note = ("MPI moves by algorithms of its own: gathers and broadcasts bring a rank the words "
-            "counted, and may relay more; what sums move is not known")
     nonblocking = True    # whether a collective that is begun goes on while this rank computes
     nonblocking_rooted = True    # the same of broadcasts, and of reductions onto one rank
     on_host = True    # whether the host takes part, beyond starting a collective
-    # Collectives whose result all ranks read in the same memory, unless it is small.  Their words
-    # do not travel, so their time gives no bandwidth.  A gather of blocks from `block` copies
-    # nothing; a broadcast is copied once, by its root.
-    in_place: frozenset[str] = frozenset()
     mpi_bytes: float = math.inf    # largest whole array that goes by MPI's own collectives
 
     def __init__(self, comm, backend: Backend) -> None:

@@ -16,8 +16,6 @@ class NcclTransport(ExchangeTransport):
     """
 
     name = "nccl"
-    note = ("NCCL moves by algorithms of its own: gathers and broadcasts bring a rank the words "
-            "counted, and may relay more; what sums move is not known, but those of 16 bits")
     on_host = False
 
     def __init__(self, comm, backend: Backend) -> None:

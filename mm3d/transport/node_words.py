@@ -6,8 +6,12 @@ from typing import Sequence
 from mpi4py import MPI
 
 from mm3d.arrays.blocks import block_lengths
-from mm3d.transport.choice import TRANSPORTS, transport_class
 from mm3d.transport.nodes import gather_nodes, own_node
+
+# Collectives whose result all ranks read in the same memory, unless it is small.  Their words do
+# not travel, so their time gives no bandwidth.  A gather of blocks that were placed copies
+# nothing; a broadcast is copied once, by its root.
+IN_PLACE = {"shared": frozenset({"all_gather", "broadcast"})}
 
 
 def number_nodes(comm: MPI.Intracomm) -> list[int]:
@@ -47,9 +51,7 @@ def words_into_nodes(kind: str, blocks: Sequence[int], nodes: Sequence[int]) -> 
 def in_place_collectives(names: str) -> frozenset[str]:
     """Return the collectives whose results each of these transports leaves in place.
 
-    `names` are one or more transports, such as "shared" or "mpi shared"; see
-    `mm3d.transport.mpi.MpiTransport.in_place`.
+    `names` are one or more transports, such as "shared" or "mpi shared".
     """
-    kinds = [transport_class(name).in_place if name in TRANSPORTS else frozenset()
-             for name in names.split()]
+    kinds = [IN_PLACE.get(name, frozenset()) for name in names.split()]
     return frozenset.intersection(*kinds) if kinds else frozenset()

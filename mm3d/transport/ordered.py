@@ -21,8 +21,6 @@ class OrderedTransport(MpiTransport):
     """
 
     name = "ordered"
-    note = ("terms are exchanged and summed in the order of the ranks: a rank receives the words "
-            "counted, but of a reduce all terms")
     nonblocking_rooted = False    # MPI would choose the order of a sum onto one rank
 
     def begin_reduce_scatter(self, a: Array, dim: int, counts: list[int]) -> Pending:

@@ -76,12 +76,8 @@ class SharedTransport(MpiTransport):
     """
 
     name = "shared"
-    note = ("ranks read each other's blocks where they lie: gathers of blocks that were placed "
-            "move nothing, the products read them; sums read the other ranks' terms, and what "
-            "was not placed is copied")
     nonblocking = False    # a gather copies nothing, and sums are made at once
     nonblocking_rooted = False
-    in_place = frozenset({"all_gather", "broadcast"})
 
     def __init__(self, comm: MPI.Intracomm, backend: Backend) -> None:
         super().__init__(comm, backend)

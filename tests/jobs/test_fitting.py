@@ -6,9 +6,8 @@ import pytest
 
 import mm3d
 from bench.__main__ import main
-from bench.cases.case import make_case
+from bench.cases.case import make_case, row_stack
 from bench.cases.paper import load_tables
-from bench.cases.row_stack import row_stack
 from bench.cases.selection import select_rows
 from bench.cases.variants import Variant
 from bench.prediction import memory_fit

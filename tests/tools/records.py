@@ -88,8 +88,8 @@ def emulated_run(row: Row, seconds: float, slowed: float = 1.0, software: float 
     run.configuration.update({"grid": " x ".join(map(str, grid)), "dilation": slowed,
                               "software_share": 0.25})
     run.environment["emulated_cluster"] = preset.cluster
-    run.groups.update(dilation_groups(np.full((2, 3), software / 2), {
-        "forward": (0.1, 0.2), "backward": (0.3, 0.4)}))
+    run.groups.update(dilation_groups(np.full((2, 3), software / 2), ({
+        "forward": (0.1, 0.2), "backward": (0.3, 0.4)},)))
     return run
 
 

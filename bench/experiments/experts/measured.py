@@ -13,19 +13,18 @@ from typing import Any, Callable, Sequence
 
 import numpy as np
 
-from bench.checks.freivalds import require_passed
+from bench.checks.passed import require_passed
 from bench.experiments.experts.problem import ROUTINGS, ExpertsSubject, routing_settings
 from bench.experiments.experts.verification import verify_experts
-from bench.experiments.products import operands
+from bench.experiments.products.operands import count_products
 from bench.experiments.torch.child import TorchProcesses
-from bench.experiments.torch.equal_kernels import add_kernels, compare_kernels, count_products
+from bench.experiments.torch.equal_kernels import add_kernels, compare_kernels
 from bench.experiments.torch.serve import Product
 from bench.instruments.clock import Clock
-from bench.instruments.sampling import (Sample, compare_in_turns, measured_environment,
-                                        time_side)
+from bench.instruments.sampling import Sample, compare_in_turns, measured_environment, time_side
 from bench.instruments.timing import Limits
 from bench.records.kinds.experts import KINDS
-from bench.records.assembly import make_record
+from bench.records.assembly import make_record, transport_names
 from bench.records.measurements import Measurements, grid_settings
 from mm3d.arrays.grouped_products import grouped_matmul
 from mm3d.launcher import wait_patiently
@@ -94,7 +93,7 @@ def measure_experts(subject: ExpertsSubject, torch: str | None,
         "scheme": subject.mesh.scheme.name,
         **grid_settings(subject.grid.shape), "replicas": subject.mesh.shape["d"],
         "expert_parallel": subject.expert_parallel,
-        "transport": operands.transport_names(subject.grid),
+        "transport": transport_names(subject.grid),
         "reference": reference.about if reference else "a plain computation in NumPy",
         "left_out": "; ".join(f"PyTorch {way}: {problem}" for way, problem in left_out.items()
                               if problem),

@@ -13,7 +13,7 @@ from mpi4py import MPI
 import mm3d
 from bench.checks import operation, tolerances
 from bench.checks.against_serial import worst_error
-from bench.checks.freivalds import require_passed
+from bench.checks.passed import require_passed
 from bench.checks.tolerances import EPS
 from bench.checks.rounding import rounding_backend
 from bench.experiments.gpu import gpu_cases

@@ -18,19 +18,18 @@ from mpi4py import MPI
 import mm3d
 from bench.cases.variants import schemes_with_option
 from bench.checks import against_serial
-from bench.checks.freivalds import require_passed
+from bench.checks.passed import require_passed
 from bench.errors import UsageError, WrongResult
-from bench.experiments.products import operands
+from bench.experiments.products.operands import observe_products
 from bench.experiments.products.problem import LocalProducts
 from bench.experiments.torch.child import TorchProcesses
-from bench.experiments.torch.equal_kernels import add_kernels, compare_kernels, observe_products
+from bench.experiments.torch.equal_kernels import add_kernels, compare_kernels
 from bench.instruments import hidden_time
 from bench.instruments.clock import Clock
 from bench.instruments.peak_memory import Footprint
-from bench.instruments.sampling import (Sample, compare_in_turns, measured_environment,
-                                        time_side)
+from bench.instruments.sampling import Sample, compare_in_turns, measured_environment, time_side
 from bench.instruments.timing import Limits
-from bench.records.assembly import make_record
+from bench.records.assembly import make_record, transport_names
 from bench.records.measurements import Check, Measurements, grid_settings
 from mm3d import ModelSizes
 from mm3d.tracing import dry_run
@@ -152,7 +151,7 @@ def measure_layer(subject: MeasuredLayer, beside: tuple[str, str] | None, overla
                 **subject.sizes, "seed": subject.seed, **scheme_options(scheme),
                 "reference": reference.about if reference else "none", "ended_by": ended_by,
                 **({"overlap": overlap} if overlap else {}), **grid_settings(scheme.grid.shape),
-                "transport": operands.transport_names(scheme.grid), **asdict(limits)}
+                "transport": transport_names(scheme.grid), **asdict(limits)}
     expected = dry_run.trace_step(
         scheme.name, scheme.grid.size, scheme.grid.shape.sizes, block=scheme.grid.backend.block,
         options=scheme_options(scheme), dtype=subject.dtype, **subject.sizes).pool_peak

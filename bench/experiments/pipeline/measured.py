@@ -8,20 +8,18 @@ from typing import Any
 import numpy as np
 
 import mm3d
-from bench.checks.freivalds import require_passed
+from bench.checks.passed import require_passed
 from bench.experiments.pipeline.reference import STEPS, TorchPipeline, gather_actions
 from bench.experiments.pipeline.subject import (ABOUT_WORK, ActionTimes, LayersSubject,
                                                 PipelineCase)
 from bench.experiments.pipeline.waiting import WaitingSubject
-from bench.experiments.products import operands
-from bench.experiments.torch.equal_kernels import (SIDES, add_kernels, compare_kernels,
-                                                   observe_products, step_flops)
+from bench.experiments.products.operands import observe_products
+from bench.experiments.torch.equal_kernels import SIDES, add_kernels, compare_kernels, step_flops
 from bench.instruments.clock import Clock
 from bench.instruments.peak_memory import Footprint
-from bench.instruments.sampling import (Sample, compare_in_turns, measured_environment,
-                                        time_side)
+from bench.instruments.sampling import Sample, compare_in_turns, measured_environment, time_side
 from bench.instruments.timing import Limits
-from bench.records.assembly import make_record
+from bench.records.assembly import make_record, transport_names
 from bench.records.measurements import Check, Measurements, Setting, grid_settings
 from mm3d import launcher
 from mm3d.launcher import wait_patiently
@@ -141,7 +139,7 @@ def case_settings(mesh: Mesh, case: PipelineCase) -> dict[str, Setting]:
             "stage_grids": "; ".join(map(str, mesh.grids)),
             **{f"option_{name}": value for name, value in mesh.options.items()},
             **case.sizes, "dtype": stack.dtype, "recompute": stack.recompute, "seed": stack.seed,
-            "transport": operands.transport_names(mesh.scheme.grid)}
+            "transport": transport_names(mesh.scheme.grid)}
 
 
 def expected_memory(mesh: Mesh, case: PipelineCase) -> float:

@@ -15,7 +15,7 @@ from bench.instruments.clock import Clock
 from bench.instruments.sampling import (makespans_in_turns, measure_in_random_order,
                                         measured_environment, pad_samples, samples_along)
 from bench.instruments.timing import Limits
-from bench.records.assembly import add_numbers
+from bench.records.assembly import add_numbers, transport_names
 from bench.records.measurements import Check, Measurements, grid_settings
 from mm3d.grid.axis import COLLECTIVES
 from mm3d.grid.shape import GridShape
@@ -137,7 +137,7 @@ def measure_collectives(grid: mm3d.Grid, sizes: Sequence[int], dtype: str, limit
     found = measure_in_random_order(points, seed, measure, progress)
     environs = measured_environment(grid.backend.name, comm)
     settings = {"dtype": dtype, "seed": seed, **grid_settings(grid.shape),
-                "transport": operands.transport_names(grid),
+                "transport": transport_names(grid),
                 "transports": " ".join(grid[name].transport.name for name in axes),
                 **asdict(limits)}
     scales = {"axis": axes, "collective": COLLECTIVES, "size": list(sizes)}

@@ -15,8 +15,7 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from bench.checks import freivalds
-from bench.checks.freivalds import require_passed
-from bench.experiments.products import operands
+from bench.checks.passed import require_passed
 from bench.experiments.products.problem import Problem, LocalProducts, WholeProduct
 from bench.instruments.clock import Clock
 from bench.instruments.host import granted_threads
@@ -24,7 +23,7 @@ from bench.instruments.sampling import (SETTLE, Sample, compare_in_turns, measur
                                         repeat_calls, time_alone, time_side)
 from bench.instruments.timing import Limits, unwatched
 from bench.records.kinds.matmul import RATIOS
-from bench.records.assembly import make_record
+from bench.records.assembly import make_record, transport_names
 from bench.records.measurements import Check, Measurements, Setting, grid_settings
 from mm3d import launcher
 from mm3d.arrays.backend import Array
@@ -104,7 +103,7 @@ def product_settings(problem: Problem) -> dict[str, Setting]:
     return {"form": problem.form, "scheme": problem.scheme, "dtype": problem.dtype,
             "M": M, "N": math.prod(problem.shapes["A"]) // M, "K": K,
             **grid_settings(problem.grid.shape),
-            "transport": operands.transport_names(problem.grid),
+            "transport": transport_names(problem.grid),
             "one_process_threads": granted_threads(launcher.cores()),
             "one_process_cores": launcher.process_cores()}
 

@@ -1,6 +1,8 @@
-"""Allocate and fill the operands of microbenchmarks, and name the transports they use."""
+"""Allocate and fill the operands of microbenchmarks; observe those of the products of a step."""
 
-from typing import Any, Callable
+from bench.records.assembly import transport_names
+from collections import Counter
+from typing import Any, Callable, Iterable
 
 import numpy as np
 
@@ -10,6 +12,8 @@ from mm3d.arrays.blocks import block_lengths, block_starts
 from mm3d.grid.grid import Grid
 from mm3d.grid.layout import Layout
 from mm3d.grid.split import Split
+from mm3d.tracing.events import ArrayObserver, Gemm
+from mm3d.tracing.observe import observed
 
 CollectiveCall = Callable[[], Array | None]
 
@@ -82,13 +86,6 @@ def plain_call(comm: Any, kind: str, length: int, dtype: str) -> Callable[[], ob
                 [whole, parts], [received, (arriving, block_starts(arriving))])}[kind]
 
 
-def transport_names(grid: Grid) -> str:
-    """Return the names of all transports of the grid's collectives; "none" on one rank."""
-    names = {getattr(axis.transport, "name", "mpi") for axis in grid.axes.values()
-             if axis.size > 1}
-    return " ".join(sorted(names)) or "none"
-
-
 def default_transport(comm) -> str:
     """Return the transport of collectives of all ranks of `comm`; "none" for one rank.
 
@@ -99,3 +96,37 @@ def default_transport(comm) -> str:
     name = transport_names(grid)
     grid.free()
     return name
+
+
+class OperandShapes(ArrayObserver):
+    """Collect the operands of products of two matrices: shapes, and which are transposed."""
+
+    kinds = (Gemm,)
+
+    def __init__(self) -> None:
+        self.found: list[tuple[tuple, tuple]] = []
+
+    def see_result(self, event: Gemm, given: tuple[Array, Array], result: Array) -> None:
+        """Collect the operands, unless they are stacks, as attention multiplies them."""
+        if all(len(m.shape) == 2 for m in given):
+            self.found.append(tuple((tuple(m.shape), _transposed(m)) for m in given))
+
+
+def observe_products(step: Callable[[], Any], grid: Grid) -> list[tuple]:
+    """Return this rank's products of two matrices in a step of all ranks."""
+    shapes = OperandShapes()
+    with observed(grid, shapes):
+        step()
+    return count_products((*a, b[1], a_columns, b_columns)
+                          for (a, a_columns), (b, b_columns) in shapes.found)
+
+
+def count_products(found: Iterable[tuple[int, int, int, bool, bool]]) -> list[tuple]:
+    """Return each product once, with its count; empty products are left out."""
+    return [(*each, count) for each, count in Counter(found).items() if min(each[:3])]
+
+
+def _transposed(a: Any) -> bool:
+    """Return True if columns are contiguous and rows are not."""
+    rows, columns = np.shape(a)
+    return rows > 1 and columns > 1 and a.strides[0] < a.strides[1]

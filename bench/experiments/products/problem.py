@@ -14,7 +14,6 @@ from mm3d.grid.shape import GridShape
 from mm3d.schemes import find_scheme
 from mm3d.schemes.matrix_product import GRADIENT_PRODUCTS, LOCAL_PRODUCTS
 from mm3d.schemes.products_alone import algorithms_with_products
-from mm3d.tracing.events import ArrayObserver, Gemm
 from mm3d.tracing.observe import observed
 
 
@@ -139,20 +138,6 @@ class WholeProduct:
         return dA, dB
 
 
-class OperandShapes(ArrayObserver):
-    """Collect the operands of products of two matrices: shapes, and which are transposed."""
-
-    kinds = (Gemm,)
-
-    def __init__(self) -> None:
-        self.found: list[tuple[tuple, tuple]] = []
-
-    def see_result(self, event: Gemm, given: tuple[Array, Array], result: Array) -> None:
-        """Collect the operands, unless they are stacks, as attention multiplies them."""
-        if all(len(m.shape) == 2 for m in given):
-            self.found.append(tuple((tuple(m.shape), _transposed(m)) for m in given))
-
-
 class LocalProducts:
     """The local matrix products of a step on `grid` alone, which bound its speed.
 
@@ -160,7 +145,7 @@ class LocalProducts:
     """
 
     def __init__(self, step: Callable[[], Any], grid: Grid, dtype: str) -> None:
-        backend, operands_of_step = grid.backend, OperandShapes()
+        backend, operands_of_step = grid.backend, operands.OperandShapes()
         with observed(grid, operands_of_step):
             self.result = step()
         made: dict[tuple, Array] = {}
@@ -181,9 +166,3 @@ class LocalProducts:
         """Compute all products."""
         for a, b, out in self.calls:
             self.backend.xp.matmul(a, b, out=out)
-
-
-def _transposed(a: Any) -> bool:
-    """Return True if columns are contiguous and rows are not."""
-    rows, columns = np.shape(a)
-    return rows > 1 and columns > 1 and a.strides[0] < a.strides[1]

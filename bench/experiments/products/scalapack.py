@@ -10,15 +10,16 @@ all of them in random order; figures are medians of ratios within repetitions.
 import contextlib
 import ctypes
 import os
+from bench.records.assembly import transport_names
 from functools import partial
 from typing import Callable, Iterator, Sequence
 
 import numpy as np
 
 from bench.agreement import make_on_each_rank
-from bench.checks.freivalds import require_passed
+from bench.checks.passed import require_passed
 from bench.errors import as_usage_error
-from bench.experiments.products import fortran_blas, operands
+from bench.experiments.products import fortran_blas
 from bench.experiments.products.matmul import check_results
 from bench.experiments.products.pgemm import Pgemm, load_scalapack
 from bench.experiments.products.problem import Problem, LocalProducts, product_grid
@@ -60,7 +61,7 @@ class ScalapackProducts:
                 with use_transport(transport):
                     ours = product_grid("3d", comm, grid, "numpy")
                     problem = Problem("3d", "ab", ours, shape, self.dtype, seed)
-                self.ours.setdefault(operands.transport_names(problem.grid), problem)
+                self.ours.setdefault(transport_names(problem.grid), problem)
         self.theirs = [Pgemm(library, comm, shape, self.dtype, block, seed) for block in blocks]
 
     def free(self) -> None:

@@ -8,7 +8,6 @@ from typing import Callable, ContextManager, Sequence
 import numpy as np
 
 from bench.errors import UsageError
-from bench.experiments.products import operands
 from bench.experiments.products.counts import (COUNTS, CountedProduct, count_dry,
                                                count_product)
 from bench.experiments.products.matmul import check_results
@@ -17,7 +16,7 @@ from bench.instruments.clock import Clock
 from bench.instruments.sampling import (makespans_in_turns, measure_in_random_order,
                                         measured_environment)
 from bench.instruments.timing import Limits, unwatched
-from bench.records.assembly import make_record
+from bench.records.assembly import make_record, transport_names
 from bench.records.measurements import Check, Measurements
 from mm3d.grid.shape import GridShape
 from mm3d.schemes.products_alone import algorithms_with_products
@@ -99,7 +98,7 @@ def measure_side_by_side(form: str, shape: tuple[int, int, int], dtype: str, com
         again = [_check(problem, seed + 1, f"{problem.scheme}, after the last round, ")
                  for problem in problems]
     transports = {word for problem in problems
-                  for word in operands.transport_names(problem.grid).split()}
+                  for word in transport_names(problem.grid).split()}
     for problem in problems:
         problem.grid.free()
     counted = comm.gather([astuple(one) for one in counted])

@@ -29,6 +29,8 @@ LEAST_LINK = 1e4    # bit/s, below which no link is slowed
 
 Change = Callable[[float | None], None]
 Predicted = dict[str, tuple[float, float]]    # seconds of work and of links, by phase
+# Of a step here, and of a layer's step on the machine that is emulated, at the published sizes.
+Both = tuple[Predicted, Predicted]
 
 
 @dataclass(frozen=True)
@@ -42,31 +44,32 @@ class Dilation:
     link : float or None
         The rate of the links that are not slowed, in bit/s; None for no limit.
     predict : callable
-        Predicts, on rank 0, a step without software: from a case, its grid, the order of the
-        directions over the nodes, and the rate of links.
+        Predicts, on rank 0, steps without software: from a case, its grid, the order of the
+        directions over the nodes, and the rate of links here.
     change : callable
         Sets the rate of all links in bit/s, None for no limit; called on rank 0.
     """
 
     share: float
     link: float | None
-    predict: Callable[[Case, GridShape, str, float | None], Predicted]
+    predict: Callable[[Case, GridShape, str, float | None], Both]
     change: Change
 
 
-def dilation_groups(samples: np.ndarray, predicted: Predicted) -> dict[str, Group]:
+def dilation_groups(samples: np.ndarray, predicted: Both) -> dict[str, Group]:
     """Return the groups ``software`` and ``predicted`` of a run that is slowed.
 
     Parameters
     ----------
     samples : ndarray
         Seconds of steps without links and waits, (phases, repetitions).
-    predicted : dict
-        Seconds of a step that is not slowed, predicted before it was measured.
+    predicted : tuple of dict
+        Seconds of steps that are not slowed, predicted before any was measured.
     """
-    seconds = [predicted[phase] for phase in PHASES]
+    seconds = {name: [found[phase] for phase in PHASES]
+               for name, found in zip(("seconds", "machine_seconds"), predicted)}
     return {"software": make_group("model.software", {"s": {"samples": samples}}),
-            "predicted": make_group("model.predicted", {"s": {"seconds": seconds}})}
+            "predicted": make_group("model.predicted", {"s": seconds})}
 
 
 def slow_down(comm: Any, waits: WorkClock, dilation: Dilation,

@@ -1,6 +1,7 @@
 """Describe a row for its file: its configuration, its published times and the expected words."""
 
 import sys
+from bench.records.assembly import transport_names
 from dataclasses import asdict
 
 import numpy as np
@@ -8,7 +9,6 @@ from mpi4py import MPI
 
 from bench.cases.case import Case
 from bench.cases.paper import Row
-from bench.experiments.products import operands
 from bench.experiments.rows.settings import Settings
 from bench.instruments import host, timing
 from bench.records import model_run
@@ -67,7 +67,7 @@ def row_record(one: Case, scheme, configuration: dict[str, Setting], times: timi
                                              "offset_error": times.clock_offset_error}}),
            "published": published_row(one.row)}
     return model_run.row_run(
-        configuration | {"transport": operands.transport_names(grid),
+        configuration | {"transport": transport_names(grid),
                          "ended_by": times.ended_by},
         host.describe_host(grid.backend.name, grid.comm.size, MPI.Get_library_version(),
                            host.command_line(sys.argv[1:])),

@@ -7,11 +7,10 @@ from typing import Any, Callable, Iterator
 import numpy as np
 
 import mm3d
-from bench.cases.case import Case
-from bench.cases.row_stack import row_stack
+from bench.cases.case import Case, row_stack
 from bench.checks import against_serial, layer_residuals
 from bench.cluster.spec import Cluster
-from bench.checks.freivalds import require_passed
+from bench.checks.passed import require_passed
 from bench.errors import Failed
 from bench.experiments.rows.dilation import note_dilation, run_free, set_links
 from bench.experiments.rows.record import row_configuration, row_record

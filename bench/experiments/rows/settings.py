@@ -2,13 +2,10 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any, Callable, ContextManager, Iterable, Sequence
+from typing import Any, Callable, ContextManager, Sequence
 
 from bench.agreement import make_on_each_rank
-from bench.cases import variants
 from bench.cases.case import Case
-from bench.cases.paper import Row
-from bench.cases.variants import Variant
 from bench.errors import UsageError
 from bench.experiments.rows.dilation import Dilation
 from bench.instruments import placement, timing
@@ -104,29 +101,10 @@ class Settings:
     dilation: Dilation | None = None
 
 
-def check_verifiable(cases: list[Case]) -> None:
-    """Raise UsageError when the results of a case could not be verified.
-
-    Residuals, which check a model that is too large for one rank, are for 32 and 64 bits.
-    """
-    for one in cases:
-        if one.verified != one.sizes and one.variant.dtype in variants.DTYPES_16_BIT:
-            raise UsageError(f"--dtype {one.variant.dtype} --preset {one.preset}: a serial model "
-                             f"of that size does not fit, and residuals of a step are for "
-                             f"float32 and float64; choose --preset laptop or tiny")
-
-
 def check_backend(backend: str | None, comm) -> None:
     """Raise UsageError, the same on every rank, when a rank cannot use the array library."""
     library = make_on_each_rank(lambda: backends.get(backend), comm)
     make_on_each_rank(lambda: choose_device(comm, library), comm)
-
-
-def check_variant(variant: Variant, rows: Iterable[Row], library: backends.Backend,
-                  recompute: str) -> None:
-    """Raise UsageError when the rows' schemes, or the array library, cannot have the variant."""
-    if problem := variants.problem(variant, (row.scheme for row in rows), library, recompute):
-        raise UsageError(problem)
 
 
 def check_grids(cases: Sequence[Case], settings: Settings, comm) -> None:

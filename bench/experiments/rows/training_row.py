@@ -15,7 +15,7 @@ import mm3d
 from bench.cases.combined import TrainingCase
 from bench.checks.against_serial import worst_error
 from bench.checks.tolerances import SERIAL
-from bench.checks.freivalds import require_passed
+from bench.checks.passed import require_passed
 from bench.errors import Failed
 from bench.experiments.rows.dilation import Dilation, note_dilation, run_free, set_links, slow_down
 from bench.experiments.rows.row import fail_on_value_error, free_at_end

@@ -9,8 +9,7 @@ import numpy as np
 
 import mm3d
 from bench.agreement import agree
-from bench.cases.case import Case
-from bench.cases.row_stack import row_stack
+from bench.cases.case import Case, row_stack
 from bench.errors import Failed
 from bench.experiments.rows.dilation import dilation_groups, slow_down
 from bench.experiments.rows.settings import ModelledWork, Settings
@@ -77,11 +76,11 @@ def waiting_model(one: Case, scheme, settings: Settings,
         with settings.watched(scheme.grid, model):
             if dilation:
                 predicted = (dilation.predict(one, model.grid.shape, order, dilation.link)
-                             if comm.rank == 0 else {})
+                             if comm.rank == 0 else ({}, {}))
                 step = partial(time_phases, model, x, dy, Clock(comm))
                 factor, samples = slow_down(comm, backend.trace, dilation, step,
-                                            sum(map(sum, predicted.values())))
-                if predicted:
+                                            sum(map(sum, predicted[0].values())))
+                if comm.rank == 0:
                     groups = dilation_groups(samples, predicted)
             modelled = [backend.trace.pace * trace.work(work.seconds, phase)
                         for phase in PHASES]

@@ -4,15 +4,13 @@ The ratio of steps that remains when both multiply equally fast is not due to ke
 """
 
 import json
-from collections import Counter
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Callable, Iterable, Sequence
+from typing import Sequence
 
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from bench.experiments.products.problem import OperandShapes
 from bench.experiments.torch.child import TorchProcesses
 from bench.experiments.torch.serve import Product, product_seconds
 from bench.instruments.sampling import compare_in_turns, time_alone
@@ -20,8 +18,6 @@ from bench.instruments.timing import Limits
 from bench.records.assembly import add_numbers
 from bench.records.measurements import Measurements
 from mm3d.arrays.backend import Backend
-from mm3d.grid.grid import Grid
-from mm3d.tracing.observe import observed
 
 LIMITS = Limits(5, 15, 10.0)
 SIDES = ("mm3d", "PyTorch")
@@ -51,20 +47,6 @@ def add_kernels(record: Measurements, kernels: Kernels | None, torch_flops: floa
     return add_numbers(record, {"s": {"product_samples": kernels.samples}, "1": {
         "product_flops": kernels.flops, "torch_flops": float(torch_flops),
         "torch_cores": kernels.cores}}) if kernels else record
-
-
-def observe_products(step: Callable[[], Any], grid: Grid) -> list[Product]:
-    """Return this rank's products of two matrices in a step of all ranks."""
-    shapes = OperandShapes()
-    with observed(grid, shapes):
-        step()
-    return count_products((*a, b[1], a_columns, b_columns)
-                          for (a, a_columns), (b, b_columns) in shapes.found)
-
-
-def count_products(found: Iterable[tuple[int, int, int, bool, bool]]) -> list[Product]:
-    """Return each product once, with its count; empty products are left out."""
-    return [(*each, count) for each, count in Counter(found).items() if min(each[:3])]
 
 
 def compare_kernels(products: Sequence[Product], dtype: str, backend: Backend,

@@ -8,7 +8,7 @@ from typing import Sequence
 
 import numpy as np
 
-from bench.checks.freivalds import require_passed
+from bench.checks.passed import require_passed
 from bench.errors import UsageError
 from bench.experiments.torch.child import TorchProcesses
 from bench.experiments.torch.equal_kernels import add_kernels, compare_kernels, step_flops

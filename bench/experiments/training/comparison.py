@@ -19,6 +19,7 @@ from bench.records.kinds.training_meshes import ROUTED
 from bench.records.measurements import Check, Measurements
 from mm3d.arrays import backend as backends
 from mm3d.config import Config, Division
+from mm3d.examples.train import take_steps
 from mm3d.launcher import wait_patiently
 from mm3d.training.gpt import GPT
 
@@ -181,17 +182,18 @@ def train_steps(comm: Any, case: Division, plan: Plan, text: Text,
     optimizer = make_optimizer(plan, model)
     if begin is not None:
         model.load({name: a.astype(begin) for name, a in model.state().items()})
-    losses, gradients, chosen, dropped = [], {}, [], []
+    gradients, chosen, dropped = {}, [], []
+
+    def see(step: int, loss: float) -> None:
+        routed = model.routings.values()
+        chosen.append([one.chosen for one in routed])
+        dropped.append([one.dropped for one in routed])
+        if step == plan.steps - 1:
+            gradients.update(model.gradients())
     with watched(model.mesh.scheme.grid):
-        for step in range(plan.steps):
-            model.dropout_step = step
-            losses.append(model.step(*text.batch(plan.seed, step, plan.batch, plan.seq)))
-            routed = model.routings.values()
-            chosen.append([one.chosen for one in routed])
-            dropped.append([one.dropped for one in routed])
-            if step == plan.steps - 1:
-                gradients = model.gradients()
-            optimizer.step()
+        losses = [loss for _, loss in take_steps(
+            model, optimizer, lambda step: text.batch(plan.seed, step, plan.batch, plan.seq),
+            range(plan.steps), seen=see)]
     result = MeshTraining(np.array(losses), gradients, model.state(), np.array(chosen, np.int64),
                           np.array(dropped, np.int64))
     model.free()

@@ -4,14 +4,13 @@ from typing import Any
 
 import numpy as np
 
-from bench.experiments.products import operands
 from bench.experiments.torch.equal_kernels import add_kernels
 from bench.experiments.training.history import History
 from bench.experiments.training.plan import Plan, make_optimizer
 from bench.experiments.training.torch_training import TorchTraining, products_flops
 from bench.experiments.training.trainer import Course, TrainingEnd, Training
 from bench.instruments.sampling import measured_environment
-from bench.records.assembly import make_record
+from bench.records.assembly import make_record, transport_names
 from bench.records.measurements import Check, Measurements, Setting, grid_settings
 from mm3d.arrays.backend import Backend
 from mm3d.config import Config, Division
@@ -90,7 +89,7 @@ def mesh_settings(mesh: Mesh, division: Division) -> dict[str, Setting]:
             **{name: getattr(division, name) for name in (
                 "data", "stages", "zero", "schedule", "microbatches", "recompute")},
             "overlap": int(division.overlap or 0),
-            "transport": operands.transport_names(mesh.scheme.grid)}
+            "transport": transport_names(mesh.scheme.grid)}
 
 
 def expected_peak_bytes(plan: Plan, division: Division, ranks: int, rank: int) -> int:

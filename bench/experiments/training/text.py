@@ -9,11 +9,11 @@ import numpy as np
 
 from bench.agreement import broadcast_from_rank_0
 from bench.errors import UsageError
+from mm3d.examples.train import Batch, windows
 
 VOCAB = 256             # a token is a byte
 HELD_OUT = 0.1          # the share of the text, at its end, that validates
 DEFAULT = "pydoc_data.topics"    # English text that comes with every Python
-Batch = tuple[np.ndarray, np.ndarray]    # tokens and targets, (batch, seq)
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,12 @@ class Text:
         """
         key = hashlib.blake2b(f"{seed}/{step}/text".encode(), digest_size=16).digest()
         draw = np.random.Generator(np.random.Philox(key=np.frombuffer(key, np.uint64)))
-        return _windows(self.train, draw.integers(0, len(self.train) - seq, batch), seq)
+        return windows(self.train, draw.integers(0, len(self.train) - seq, batch), seq)
 
     def validation(self, number: int, batch: int, seq: int) -> Batch:
         """Return batch `number`, from 0, of those that cover the held-out part."""
         starts = seq * np.arange(number * batch, (number + 1) * batch)
-        return _windows(self.held_out, starts, seq)
+        return windows(self.held_out, starts, seq)
 
     def validation_batches(self, batch: int, seq: int) -> int:
         """Count the batches of the held-out part."""
@@ -64,12 +64,6 @@ class Text:
             raise UsageError(f"the text {self.name} has {found} bytes, too few to hold out "
                              f"{batch} sequences of {seq} for validation: at least {least}, or "
                              f"smaller --batch and --seq, would do")
-
-
-def _windows(text: np.ndarray, starts: np.ndarray, seq: int) -> Batch:
-    """Return the sequences that begin at `starts`, and the tokens that follow each of theirs."""
-    found = text[starts[:, None] + np.arange(seq + 1)].astype(np.int64)
-    return found[:, :-1], found[:, 1:]
 
 
 def read_text(path: str | None = None) -> Text:

@@ -5,7 +5,7 @@ import time
 import numpy as np
 
 import mm3d
-from bench.experiments.torch.equal_kernels import observe_products
+from bench.experiments.products.operands import observe_products
 from bench.experiments.torch.serve import Product
 from bench.instruments.clock import Clock
 from bench.instruments.spans import Recorder

@@ -5,20 +5,21 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any, Callable, Iterator
 
 import mm3d
 from bench.agreement import agree, broadcast_from_rank_0, make_on_rank_0
 from bench.errors import StoreError, WrongResult, as_usage_error
 from bench.experiments.training.history import NAME, History, HistoryFile
 from bench.experiments.training.plan import Plan, make_optimizer
-from bench.experiments.training.stopping import Stop, stop_on_request
+from bench.instruments.stopping import Stop, stop_on_request
 from bench.experiments.training.text import Text
 from bench.experiments.training.verification import verify
 from bench.records.measurements import Check
 from mm3d.arrays import backend as backends
 from mm3d.arrays.plain_numbers import said
 from mm3d.config import Config, Division
+from mm3d.examples.train import take_steps
 from mm3d.training.gpt import GPT
 from mm3d.training.norms import largest_magnitude
 
@@ -54,7 +55,7 @@ class TrainingEnd:
     began, steps : int
         The step that this run began with, and the number of steps that are done.
     ended_by : str
-        "steps", or one of `bench.experiments.training.stopping.REASONS`.
+        "steps", or one of `bench.instruments.stopping.REASONS`.
     checks : list of Check
         Those of the model before the first step.
     """
@@ -87,19 +88,16 @@ class Training:
         """Return tokens and targets of a step."""
         return self.text.batch(self.plan.seed, step, self.plan.batch, self.plan.seq)
 
-    def step(self, step: int) -> float:
-        """Train one step; return the loss before it.
+    def take_steps(self, numbers: range) -> Iterator[tuple[int, float]]:
+        """Take steps as `mm3d.examples.train.take_steps`.
 
         Raises FloatingPointError on every rank alike, when loss or gradients are not finite; but
         loss scaling skips such steps.
         """
-        self.model.dropout_step = step
-        loss = self.model.step(*self.batch(step))
-        if self.optimizer.loss_scaling is None and not math.isfinite(loss):
-            raise FloatingPointError    # without clipping nothing else would notice
-        self.optimizer.lr = self.plan.rate(step)
-        self.optimizer.step()
-        return loss
+        def check(step: int, loss: float) -> None:
+            if self.optimizer.loss_scaling is None and not math.isfinite(loss):
+                raise FloatingPointError    # without clipping nothing else would notice
+        return take_steps(self.model, self.optimizer, self.batch, numbers, self.plan.rate, check)
 
     def note_peak(self) -> None:
         """Note the peak of this rank's memory since it was reset."""
@@ -170,6 +168,7 @@ def train(training: Training, course: Course,
         history = file.history.before(done) if file else History()
         checks = training.verify()
         reason = stop.agree_on_signal()    # with a limit of time each run still trains a step
+        steps = training.take_steps(range(done, training.plan.steps))
 
         def write(entry: dict[str, Any]) -> None:
             if course.checkpoints is not None:    # a full disk ends the training on all ranks
@@ -188,7 +187,7 @@ def train(training: Training, course: Course,
                     keep({"step": done, "validation": loss})
             if reason or done >= training.plan.steps:
                 break
-            loss, seconds, reason = timed_step(training, done, stop)
+            loss, seconds, reason = timed_step(training, steps, done, stop)
             done += 1
             reason = reason if done < training.plan.steps else ""
             keep({"step": done - 1, "loss": loss, "seconds": seconds, **training.utilisation()})
@@ -275,15 +274,18 @@ def is_due(done: int, steps: int, every: int) -> bool:
     return done % every == 0 or done == steps
 
 
-def timed_step(training: Training, step: int, stop: Stop) -> tuple[float, float, str]:
-    """Train one step; return loss, seconds of the slowest rank, and why to stop if at all.
+def timed_step(training: Training, steps: Iterator[tuple[int, float]], step: int,
+               stop: Stop) -> tuple[float, float, str]:
+    """Take the next step, of this number.
+
+    Returns the loss, the seconds of the slowest rank, and why to stop if at all.
 
     Raises WrongResult on every rank alike, when loss or gradients are not finite.
     """
     training.backend.reset_peak()
     start = time.perf_counter()
     try:
-        loss = training.step(step)
+        _, loss = next(steps)
     except FloatingPointError as error:
         plan = training.plan
         raise WrongResult(f"loss or gradients of step {step} are not finite: a lower --lr than "

@@ -5,11 +5,11 @@ from typing import Any, Callable
 
 import numpy as np
 
-from bench.checks.freivalds import require_passed
+from bench.checks.passed import require_passed
 from bench.experiments.training import plain_gpt
-from bench.experiments.training.text import Batch
 from bench.records.measurements import Check
 from mm3d.config import Model
+from mm3d.examples.train import Batch
 from mm3d.launcher import wait_patiently
 
 STEP = 1e-5    # of the central difference; its own error is below 1e-6

@@ -70,6 +70,7 @@ SCHEMAS = {
         "labels": BOTH},
     "model.predicted": {
         "variables": {"seconds": "phase kind"},
+        "optional": {"machine_seconds": "phase kind"},
         "labels": BOTH | {"kind": [["work", "links"]]}},
     "model.software": {
         "positive": "samples",

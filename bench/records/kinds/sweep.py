@@ -1,6 +1,6 @@
 """Schemes at several rates of links: where each is the fastest.
 
-`bench.reports.emulation.at_rates` joins rows of a folder to such records. Files of this kind,
+`bench.records.at_rates` joins rows of a folder to such records. Files of this kind,
 whose steps took turns over all plans and rates, are read as well.
 """
 

@@ -5,7 +5,7 @@ import textwrap
 from bench.cases.paper import HEADINGS, PAPER, Row, load_tables, title
 from bench.cases.selection import select_rows
 from bench.cases.variants import recorded_variant
-from bench.instruments import step_seconds
+from bench.records import model_run
 from bench.records.folder import Results
 from bench.records.model_run import Run
 from bench.records.notes import words_note
@@ -130,7 +130,7 @@ def measured_runs(results: Results, rows: list[Row]) -> list[Run]:
 
 def step_time_interval(run: Run) -> Interval:
     """Compute the median average step time of whole steps, and its 95 % confidence interval."""
-    return median_interval(step_seconds.step_times(run.times, run.configuration["batch"]))
+    return median_interval(model_run.step_times(run.times, run.configuration["batch"]))
 
 
 def step_rate(run: Run) -> float:

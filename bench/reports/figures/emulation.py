@@ -4,11 +4,10 @@ import math
 from collections.abc import Callable, Sequence
 
 from bench.cases.paper import HEADINGS, PROPOSED, title
-from bench.errors import UsageError
 from bench.records.folder import Results
-from bench.reports import emulated, over_runs
-from bench.reports.emulation.row import Emulated
-from bench.reports.emulation.tables import MARK, emulated_rows, group_rows
+from bench.reports import emulated, speed_ups
+from bench.reports.emulated_rows import Emulated
+from bench.reports.emulated_tables import MARK, emulated_rows, group_rows
 from bench.reports.figures.against_ranks import counted_words
 from bench.reports.figures.by_scheme import (Point, TICKS, draw_intervals, draw_line,
                                              make_rank_figure)
@@ -30,12 +29,9 @@ MARGIN = 1.12    # factor by which an axis extends above and below the data
 def comparable_rows(results: Results) -> list[Emulated]:
     """Return the emulated rows of results, of one cluster, machine and scale.
 
-    Raises LeftOut when the machine is unknown, or rows were emulated at several scales.
+    Raises LeftOut when rows were emulated on several clusters, machines or scales.
     """
-    try:
-        groups = group_rows(emulated_rows(results))
-    except UsageError as error:
-        raise LeftOut(str(error)) from error
+    groups = group_rows(emulated_rows(results))
     if len(groups) != 1:
         raise LeftOut(f"rows were emulated on {len(groups)} clusters, machines or scales: one "
                       f"would do")
@@ -49,7 +45,7 @@ def draw_emulated(results: Results):
     span the same ratio, so that equal slopes and gaps are equal ratios. At the most ranks labels
     give each scheme's multiple of 3-D, where there is room.
 
-    Raises LeftOut when the machine is unknown, or rows were emulated at several scales.
+    Raises LeftOut as `comparable_rows` does.
     """
     from matplotlib import rc_context
     from matplotlib.ticker import EngFormatter
@@ -131,7 +127,7 @@ def _multiples(panel, found: dict[str, list[Point]], rows: Sequence[Emulated]) -
         ratio, mark = value / base, ""
         if runs:
             pair = runs[scheme], runs[PROPOSED]
-            ratio = over_runs.speed_up(*(one.averages for one in pair)).ratio
+            ratio = speed_ups.speed_up(*(one.averages for one in pair)).ratio
             mark = MARK * (not all(one.quotable for one in pair))
         text = f"{title(scheme)}{f' {ratio:.1f}x{mark}' * (scheme != PROPOSED)}"
         middle = ASIDE + LETTER * len(text)
@@ -157,7 +153,7 @@ def _span_alike(panels) -> None:
 
 def _remarks(rows: Sequence[Emulated], marked: bool) -> list[str]:
     """State how the figure was measured and drawn; `marked` if labels have a `MARK`."""
-    machine = rows[0].machine.name
+    machine = rows[0].machine
     said = ["1.5x: times what 3-D takes. Logarithmic axes; the vertical ones of a row span the "
             "same ratio. Bars: 95 % intervals.",
             f"Messages take their time on emulated links; ranks wait for the seconds of "

@@ -5,13 +5,13 @@ import re
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Iterable, Iterator, Sequence
+from typing import Any, Iterable, Iterator, Sequence
 
 from bench.errors import UsageError
 from bench.records.folder import FolderContents
 from bench.records.measurements import Measurements
 from bench.reports.emulated import swept_rates, waited_rows
-from bench.reports.figures import experts, link_sweep, style
+from bench.reports.figures import style
 from bench.reports.figures.style import Drawing, LeftOut
 
 
@@ -55,7 +55,7 @@ MEASURED = {"products": {
         "When each action of a pipeline ran in one repetition, above the clock's timeline."))}}
 
 
-def _by_name(place: str, subject: object) -> object:
+def _by_name(place: str, subject: object) -> Any:
     """Draw by FILE.FUNCTION of this folder, which is imported now."""
     file, _, function = place.partition(".")
     return getattr(import_module(f"bench.reports.figures.{file}"), function)(subject)
@@ -65,8 +65,8 @@ def make_drawings(found: FolderContents) -> Iterator[Drawing]:
     """List every figure of a folder."""
     return itertools.chain(make_row_drawings(found), make_measured_drawings(found.measurements),
                            _by_name("combined.make_combined_drawings", found.measurements),
-                           link_sweep.make_sweep_drawings(
-                               [*found.measurements, *swept_rates(found.rows)]))
+                           _by_name("link_sweep.make_sweep_drawings", [
+                               *found.measurements, *swept_rates(found.rows)]))
 
 
 def make_row_drawings(found: FolderContents, talk: bool = False) -> Iterator[Drawing]:
@@ -86,10 +86,7 @@ def make_measured_drawings(records: Sequence[Measurements]) -> Iterator[Drawing]
         for name, (draw, about) in MEASURED.get(record.kind, {}).items():
             yield Drawing(f"{name}-{_sizes(record)}-p{record.environment['ranks']:03d}", about,
                           partial(_by_name, draw, record))
-    if trainings := experts.comparable_trainings(records):
-        yield Drawing("balance-of-experts", "Last validation loss and use of the experts, against "
-                      "the coefficient of the balance loss.",
-                      partial(_by_name, "experts.draw_balance", trainings))
+    yield from _by_name("experts.make_balance_drawings", records)
 
 
 def _sizes(record: Measurements) -> str:

@@ -1,7 +1,8 @@
 """Draw the parts of a layer of experts, and the effect of a balance loss on trainings."""
 
 import itertools
-from typing import Sequence
+from functools import partial
+from typing import Iterator, Sequence
 
 import numpy as np
 
@@ -65,6 +66,14 @@ def comparable_trainings(records: Sequence[Measurements]) -> list[Measurements]:
         return len({balance for balance, _ in found})
     found = max(alike.values(), key=coefficients, default={})
     return [found[key] for key in sorted(found)] if coefficients(found) > 1 else []
+
+
+def make_balance_drawings(records: Sequence[Measurements]) -> Iterator[style.Drawing]:
+    """List the figure of trainings that differ in the balance of their experts; none without."""
+    if trainings := comparable_trainings(records):
+        yield style.Drawing("balance-of-experts", "Last validation loss and use of the experts, "
+                            "against the coefficient of the balance loss.",
+                            partial(draw_balance, trainings))
 
 
 def balance_of(record: Measurements) -> float:

@@ -5,15 +5,20 @@ import re
 from collections import Counter
 from dataclasses import replace
 from functools import partial
-from typing import Iterator, Sequence
+from pathlib import Path
+from typing import Callable, Iterator, Sequence
 
 import numpy as np
 
 from bench.cases.variants import recorded_variant
-from bench.records.folder import cluster_of
+from bench.document import Part
+from bench.records import run_file
+from bench.records.at_rates import join_rates
+from bench.records.folder import cluster_of, read_folder
 from bench.records.kinds import sweep
 from bench.records.measurements import Measurements
 from bench.reports.figures import style
+from mm3d.console import say
 
 BEYOND = 4.0    # times the greatest rate: where links without a limit are drawn
 
@@ -70,6 +75,20 @@ def make_sweep_drawings(records: Sequence[Measurements]) -> Iterator[style.Drawi
             f"{name}-{names[name]}" if names[name] > 1 else name,
             "Milliseconds a sequence of each scheme and grid against the rate of links, and the "
             "rates at which schemes of one batch cross.", partial(draw_sweeps, group))
+
+
+def show_rates(folder: Path, show: Callable[[list[Part]], None]) -> int:
+    """Print the tables of a folder's rows at several rates of links, and draw the picture.
+
+    Return 1 if it cannot be drawn or a file was left out, else 0, as for want of results.
+    """
+    found = read_folder(folder)
+    records = join_rates(found.rows)
+    say()
+    show(sweep.tables(records))
+    say()
+    return max(run_file.report_left_out(found.problems),
+               style.report_drawn(*style.save_drawings(make_sweep_drawings(records), folder)))
 
 
 def _panel(panel, record: Measurements) -> None:

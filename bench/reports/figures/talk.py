@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from bench.cases.paper import HEADINGS, PROPOSED, title
 from bench.records.folder import Results
-from bench.reports.emulation.tables import MARK, speed_ups_table
+from bench.reports.emulated_tables import MARK, speed_ups_table
 from bench.reports.figures.by_scheme import scheme_style
 from bench.reports.figures.emulation import DARK, comparable_rows
 from bench.reports.figures.style import LIGHT_GREY, LeftOut, make_figure
@@ -65,7 +65,7 @@ def draw_talk(results: Results):
         panel.legend(handles=_legend(), loc="lower right")
         where = rows[0].cluster.describe() if rows[0].cluster else "emulated"
         figure.supxlabel(f"Emulated: real messages on an {where}; modelled arithmetic of "
-                         f"{rows[0].machine.name}. Batches as published, unless equal."
+                         f"{rows[0].machine}. Batches as published, unless equal."
                          + f" {MARK} not to be quoted" * any(not one.quotable for one in found),
                          fontsize=REMARK, color=DARK)
     return figure

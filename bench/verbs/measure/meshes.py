@@ -8,10 +8,10 @@ from msgspec.structs import replace
 
 from bench.agreement import broadcast_from_rank_0
 from bench.cases.combined import TrainingCase, cases_by_name, load
-from bench.cases.selection import shuffle_cases
+from bench.cases.case import shuffle_cases
 from bench.cluster.rates import change_links
 from bench.cluster.spec import Cluster
-from bench.command_line import measuring, row_options
+from bench.command_line import measuring, row_options, waiting
 from bench.command_line.config_options import add_fields
 from bench.command_line.publish import publish_row
 from bench.errors import UsageError, as_usage_error
@@ -95,7 +95,7 @@ def read_settings(arguments: argparse.Namespace, comm: Any) -> TrainingSettings:
     machine = broadcast_from_rank_0(lambda: load_machine(file.machine), comm)
     scale = work_scale(machine, cluster if cluster and cluster.link else
                        Cluster.parse(file.cluster))
-    work = row_options.work_of(machine, scale, file.shrink)
+    work = waiting.work_of(machine, scale, file.shrink)
     link = cluster.link if cluster else None
     emulated = emulating_machine(machine, file.shrink, scale, cluster)
     share = row_options.share_of(arguments, file) if cluster else 0.0

@@ -8,7 +8,7 @@ from bench.cluster import faults, rates
 from bench.command_line import measuring
 from bench.errors import UsageError
 from bench.records.folder import read_folder
-from bench.reports.emulation.at_rates import join_rates
+from bench.records.at_rates import join_rates
 from support import run_in_cluster, run_python, unless_refused
 
 MEASURE = """

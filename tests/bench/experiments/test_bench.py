@@ -14,8 +14,8 @@ import bench
 import fakelibs
 import mm3d
 from bench.__main__ import main, parser
-from bench.cases.case import make_case
-from bench.cases.selection import select_rows, shuffle_cases
+from bench.cases.case import make_case, shuffle_cases
+from bench.cases.selection import select_rows
 from bench.cases.variants import Variant
 from bench.command_line.progress import RowProgress
 from bench.doctor import census

@@ -4,11 +4,11 @@ import pytest
 
 from bench.cases.selection import select_rows
 from bench.cluster.spec import Cluster
-from bench.command_line import row_options
+from bench.command_line import waiting
 from bench.experiments.rows.dilation import STEPS, dilation_factor
 from bench.records.folder import read_folder
-from bench.reports.emulation.at_rates import join_rates
-from bench.reports.emulation.row import of_run
+from bench.records.at_rates import join_rates
+from bench.reports.emulated_rows import of_run
 from bench.validation.rules import check_waits
 from records import only_record
 from refused import done, refused
@@ -33,7 +33,7 @@ def cluster(monkeypatch):
     """Pretend that ranks are in an emulated cluster; the rates that its links are set to."""
     rates = []
     monkeypatch.setenv("MM3D_CLUSTER", Cluster.parse("2x4:50Mbit").to_environment())
-    monkeypatch.setattr(row_options, "change_links", rates.append)
+    monkeypatch.setattr(waiting, "change_links", rates.append)
     return rates
 
 

@@ -6,7 +6,7 @@ import pytest
 from mpi4py import MPI
 
 from bench.checks import freivalds, operation
-from bench.checks.freivalds import require_passed
+from bench.checks.passed import require_passed
 from bench.errors import WrongResult
 from bench.experiments.products import collectives, gemm, operands
 from bench.experiments.products.problem import Problem, LocalProducts, WholeProduct, product_grid

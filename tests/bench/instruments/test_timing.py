@@ -4,8 +4,9 @@ import time
 import numpy as np
 import pytest
 
-from bench.instruments import step_seconds, timing
+from bench.instruments import timing
 from bench.instruments.clock import Clock, time_on_all_ranks
+from bench.records import model_run
 from bench.statistics import median_interval
 
 
@@ -58,15 +59,15 @@ def test_samples_of_every_rank_without_warm_up(comm):
         assert late[:, -1].tolist() == ([0.5, 1.0, 1.5] if comm.size > 1 else [0.0] * 3)
     assert samples["forward"].tolist() == [[2.0] * comm.size, *2 * [[1.0] * comm.size]]
     assert samples["backward"].tolist() == 3 * [[0.0] * (comm.size - 1) + [0.5]]
-    assert step_seconds.typical(samples["backward"]) == 0.5
+    assert model_run.typical(samples["backward"]) == 0.5
 
 
 def test_statistics():
     samples = {"forward": np.array([[1.0, 2.0], [5.0, 4.0], [3.0, 0.0]]),
                "backward": np.array([[6.0, 6.0], [7.0, 9.0], [8.0, 1.0]])}
-    assert step_seconds.slowest(samples["forward"]).tolist() == [2, 5, 3]
-    assert step_seconds.typical(samples["forward"]) == 3
-    assert step_seconds.average_step_time(samples, 4) == (3 + 8) / 4
+    assert model_run.slowest(samples["forward"]).tolist() == [2, 5, 3]
+    assert model_run.typical(samples["forward"]) == 3
+    assert model_run.average_step_time(samples, 4) == (3 + 8) / 4
 
 
 @pytest.mark.parametrize("limits, message", [

@@ -1,4 +1,5 @@
 """A machine shrunk with a model's lengths keeps the ratio of computing to communicating."""
+import math
 from dataclasses import replace
 
 import msgspec
@@ -7,21 +8,24 @@ import pytest
 from bench.__main__ import parser
 from bench.cases.case import make_case
 from bench.cases.paper import load_tables
-from bench.cases.selection import select_rows
+from bench.cases.selection import equal_token_rows, select_rows
 from bench.cases.variants import Variant
 from bench.cluster.spec import Cluster
 from bench.errors import UsageError
+from bench.instruments.placement import direction_order
 from bench.prediction.machine_model import load_machine
 from bench.prediction.seconds import place_trace, work_seconds
 from bench.prediction.similarity import (emulating_machine, shrink_machine, split_seconds,
                                          work_scale)
 from bench.records import run_file
 from bench.reports import certainty
-from bench.reports.emulation import row as emulated_row, tables as emulation_tables
+from bench.reports import emulated_rows, emulated_tables
+from bench.reports.predicted_rows import of_case
 from bench.reports.formats import render
 from bench.validation.files import list_warnings
 from bench.verbs import reproduce
 from mm3d.grid.shape import GridShape
+from mm3d.schemes import find_scheme
 from mm3d.tracing import dry_run
 from mm3d.tracing.events import Collective, Gemm, PHASES, Pass
 from records import emulated_run, format_tables
@@ -96,12 +100,12 @@ def test_links_without_a_limit_have_no_scale():
 def test_all_rows_are_predicted_before_they_are_measured():
     rows = [row_of("strong", scheme, 64) for scheme in ("1d", "2d", "3d")]
     cases = [make_case(row, "emulated-tiny", Variant(work="wait")) for row in rows]
-    text = render(emulation_tables.tables_of(
-        [emulated_row.of_case(one, LONGHORN, 1600.0, CLUSTER) for one in cases], measured=False))
+    text = render(emulated_tables.tables_of(
+        [of_case(one, LONGHORN, 1600.0, CLUSTER) for one in cases], measured=False))
     assert "emulated cluster, 16 nodes x 4 ranks, 50 Mbit/s: rows" in text
     assert [line.split()[:4] for line in text.splitlines() if line.startswith("over")] == [
         ["over", "1-D", "64", "1.53"], ["over", "2-D", "64", "1.38"]]
-    one = emulated_row.of_case(cases[0], LONGHORN, work_scale(LONGHORN, CLUSTER), CLUSTER)
+    one = of_case(cases[0], LONGHORN, work_scale(LONGHORN, CLUSTER), CLUSTER)
     # A step here, times to_paper, is one of 24 layers on the machine, whose rings pass 63 of 64
     # blocks through each link, where 60 come from other nodes.
     assert 60 / 63 < one.predicted_average / one.original_average < 1
@@ -146,7 +150,7 @@ def test_rows_of_too_much_software_are_marked(tmp_path):
     assert one[6] == "3.20*"
     run = emulated_run(row_of("weak", "1d", 8), 1.0)
     del run.groups["software"]
-    assert not emulated_row.of_run(row_of("weak", "1d", 8), run).quotable
+    assert not emulated_rows.of_run(row_of("weak", "1d", 8), run).quotable
 
 
 def test_speed_ups_have_intervals_over_runs(tmp_path):
@@ -188,17 +192,40 @@ def test_crowded_rows_that_wait_say_so(tmp_path):
 
 
 def test_rows_are_compared_within_one_cluster_and_scale():
-    one = emulated_row.of_run(row_of("weak", "1d", 8), emulated_run(row_of("weak", "1d", 8), 3.0))
+    one = emulated_rows.of_run(row_of("weak", "1d", 8), emulated_run(row_of("weak", "1d", 8), 3.0))
     others = [replace(one, scale=2.0), replace(one, cluster=Cluster.parse("2x4:1Gbit"))]
-    assert [len(group) for group in emulation_tables.group_rows([one, *others, one])] == [2, 1, 1]
+    assert [len(group) for group in emulated_tables.group_rows([one, *others, one])] == [2, 1, 1]
 
 
 def test_predictions_repeat_what_is_recomputed():
     case = make_case(row_of("weak", "1d", 8), "emulated-tiny", Variant(work="wait"))
-    plain, again = (emulated_row.of_case(case, LONGHORN, 1600.0, CLUSTER, policy)
+    plain, again = (of_case(case, LONGHORN, 1600.0, CLUSTER, policy)
                     for policy in ("none", "full"))
-    assert again.predicted[0] > 1.2 * plain.predicted[0]
-    assert again.original[0] > 1.2 * plain.original[0]
-    run = emulated_run(case.row, 3.0)
-    run.configuration["recompute"] = "full"
-    assert emulated_row.of_run(case.row, run).recompute == "full"
+    assert again.predicted > 1.2 * plain.predicted
+    assert again.original > 1.2 * plain.original
+
+
+def test_the_machine_s_seconds_are_those_of_its_model():
+    """Those known of the paper's rows, for files without their own; a run's own come first."""
+    rows, every = select_rows(), set()
+    for row in [*rows, *equal_token_rows(rows)]:
+        case = make_case(row, "emulated", Variant(work="wait"))
+        kind = find_scheme(row.scheme)
+        grid = kind.grid_shape(kind.default_grid(row.gpus))
+        order = direction_order("auto", kind.name, grid, case.sizes)
+        key = "longhorn", row.scheme, grid.compact, order, row.hidden, case.sizes.batch
+        assert emulated_rows.known_seconds()[key] == of_case(case, LONGHORN, 1600.0, None).original
+        every.add(key)
+    assert every == emulated_rows.known_seconds().keys()
+    run = emulated_run(row_of("weak", "1d", 8), 3.0)
+    run.configuration["placement"] = "x"
+    key = "longhorn", "1d", "8", "x", 2048, 60
+    assert emulated_rows.of_run(row_of("weak", "1d", 8), run).original == (
+        emulated_rows.known_seconds()[key])
+    for name, value in (("recompute", "full"), ("causal", True), ("waited_machine", "other")):
+        other = replace(run, configuration=run.configuration | {name: value})
+        assert math.isnan(emulated_rows.of_run(row_of("weak", "1d", 8), other).original)
+    run.groups["predicted"].variables["machine_seconds"] = run.groups["predicted"].variables[
+        "seconds"]
+    one = emulated_rows.of_run(row_of("weak", "1d", 8), run)
+    assert one.original == one.predicted == pytest.approx(1.0)

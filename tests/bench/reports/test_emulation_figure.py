@@ -9,7 +9,7 @@ from bench.__main__ import main
 from bench.cases.selection import select_rows
 from bench.records import run_file
 from bench.records.folder import read_folder
-from bench.reports.emulation.row import of_run
+from bench.reports.emulated_rows import of_run
 from bench.reports.figures import emulation, every_figure, style, talk
 from records import drawn, emulated_run, made_up
 

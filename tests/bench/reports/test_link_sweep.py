@@ -11,10 +11,9 @@ from bench.document import Table
 from bench.records import run_file, schema
 from bench.records.kinds import sweep
 from bench.records.measurements import Check, Measurements, Variable
-from bench.reports.emulation.at_rates import join_rates
+from bench.records.at_rates import join_rates
 from bench.reports.figures import link_sweep as figures
 from bench.reports.figures.style import LeftOut, NotDrawn
-from bench.verbs import run as run_verb
 from records import emulated_run, format_record
 
 LINKS = [5e7, 2e8, math.inf]
@@ -151,7 +150,7 @@ def test_a_picture_of_rates_that_cannot_be_drawn_is_a_failure(tmp_path, monkeypa
     monkeypatch.setattr("bench.reports.figures.style.draw_image", fails)
     for number, run in enumerate(rows_at("unlimited", "50Mbit")):
         run_file.write_run(run, tmp_path, f"row-{number}")
-    assert run_verb.show_rates(tmp_path, lambda parts: None) == status
+    assert figures.show_rates(tmp_path, lambda parts: None) == status
     assert f"not drawn: where-each-is-fastest-strong-p008-emulated: {why}" in (
         capsys.readouterr()[status])    # on standard error if it fails
 

@@ -8,7 +8,7 @@ from bench.cases.case import make_case
 from bench.cases.selection import select_rows
 from bench.records import run_file
 from bench.records.folder import read_folder
-from bench.reports.over_runs import NOTE, SpeedUp, repeated_runs, speed_up
+from bench.reports.speed_ups import SEVERAL_RUNS, SpeedUp, repeated_runs, speed_up
 from records import format_tables, made_up
 
 T_OF_2 = 4.302652729749462    # Student's t of two degrees of freedom, 97.5 %
@@ -55,7 +55,7 @@ def test_tables_have_intervals_over_runs(tmp_path):
     half = T_OF_2 * math.log(2) / math.sqrt(3)
     assert [words[4:8] for words in lines_of(tmp_path)] == [
         ["4.00x", f"{4 * math.exp(-half):.2f}x", f"{4 * math.exp(half):.2f}x", "3"]]
-    assert NOTE in " ".join(format_tables(tmp_path).split())
+    assert SEVERAL_RUNS in " ".join(format_tables(tmp_path).split())
 
 
 def test_runs_of_another_commit_do_not_count(tmp_path):
@@ -69,4 +69,4 @@ def test_runs_of_another_commit_do_not_count(tmp_path):
 def test_one_run_has_no_interval_over_runs(tmp_path):
     write_runs(tmp_path, [2])
     assert [words[4:6] for words in lines_of(tmp_path)] == [["2.00x", "1"]]
-    assert NOTE not in " ".join(format_tables(tmp_path).split())
+    assert SEVERAL_RUNS not in " ".join(format_tables(tmp_path).split())

@@ -10,13 +10,13 @@ import mm3d
 from bench.cases.selection import select_rows
 from bench.experiments.rows.row import run_counted_step
 from bench.records import model_run, run_file
-from bench.records.notes import words_note
+from bench.records.notes import MOVES, words_note
 from bench.reports import merit
 from bench.reports.formats import render
 from mm3d.arrays.blocks import block_lengths
 from mm3d.grid.axis import COLLECTIVES
 from mm3d.grid.split import Split
-from mm3d.transport import choice, exchange, hierarchical, shared_memory, silent
+from mm3d.transport import choice, exchange
 from records import made_up
 from reference import on_grid
 
@@ -240,10 +240,7 @@ def test_a_run_records_what_its_transport_moved(comm, monkeypatch, tmp_path, kin
 
 
 def test_every_transport_has_its_note():
-    kinds = (mm3d.transport.mpi.MpiTransport, silent.SilentTransport,
-             shared_memory.SharedTransport, hierarchical.HierarchicalTransport,
-             *map(choice.transport_class, choice.DEVICE_TRANSPORTS))
-    assert len({kind.note for kind in kinds}) == len(kinds) - 1    # two move alike
-    assert all(f"{kind.name}: {kind.note}" in words_note([kind.name]) for kind in kinds
-               if kind.note)
+    assert MOVES.keys() == choice.TRANSPORTS.keys()
+    assert len({*MOVES.values()}) == len(MOVES) - 1    # two move alike
+    assert all(f"{name}: {note}" in words_note([name]) for name, note in MOVES.items())
     assert "it moves" not in words_note(["none"])

@@ -8,11 +8,10 @@ import numpy as np
 from bench.cases.paper import BASELINES, HEADINGS, PROPOSED, Row, load_tables, title
 from bench.document import (Cell, Column, Notes, Number, Part, Table, make_table, number_cell,
                             spread)
-from bench.errors import UsageError
 from bench.records.folder import Results
-from bench.reports import over_runs
+from bench.reports import speed_ups
 from bench.reports.emulated import waited_rows
-from bench.reports.emulation.row import Emulated, of_run
+from bench.reports.emulated_rows import Emulated, of_run
 
 
 MARK = "*"    # of software that takes more than its allowed share of a step
@@ -23,23 +22,16 @@ def emulated_parts(results: Results) -> list[Part]:
 
     There are none if ranks computed, or had no links between them.
     """
-    try:
-        groups = group_rows(emulated_rows(results))
-    except UsageError as error:
-        return [Notes("Not predicted:", [str(error)])]
     parts: list[Part] = []
-    for found in groups:
+    for found in group_rows(emulated_rows(results)):
         parts += tables_of(found, measured=True)
         parts.append(Notes("About the emulated cluster:", similarity_notes(found)))
     return parts
 
 
 def emulated_rows(results: Results) -> list[Emulated]:
-    """Describe each of `waited_rows`, with the runs that repeat it.
-
-    Raises UsageError when the machine of a row is none of the supplied ones.
-    """
-    return [of_run(row, run, over_runs.repeated_runs(results, row))
+    """Describe each of `waited_rows`, with the runs that repeat it."""
+    return [of_run(row, run, speed_ups.repeated_runs(results, row))
             for row, run in waited_rows(results)]
 
 
@@ -47,7 +39,7 @@ def group_rows(rows: Iterable[Emulated]) -> list[list[Emulated]]:
     """Group rows that can be compared: of one cluster, one machine and one scale."""
     groups: dict[tuple, list[Emulated]] = {}
     for one in rows:
-        groups.setdefault((one.cluster, one.machine.name, one.scale), []).append(one)
+        groups.setdefault((one.cluster, one.machine, one.scale), []).append(one)
     return list(groups.values())
 
 
@@ -93,7 +85,7 @@ def rows_table(heading: str, found: Iterable[Emulated], measured: bool) -> Table
             Column("share of", "software", of=lambda one: Number(
                 one.software, f"{share_text(one)}{MARK * (not one.quotable)}"))]
     else:
-        columns.append(Column("step here", "(s)", of=lambda one: sum(one.predicted)))
+        columns.append(Column("step here", "(s)", of=lambda one: one.predicted))
     return make_table(f"{heading}: rows", columns, found)
 
 
@@ -150,7 +142,7 @@ def speed_up_cells(name: str, slow: Emulated, fast: Emulated, measured: bool) ->
                          _ratio(predicted)]
     if not measured:
         return cells
-    over = over_runs.speed_up(slow.averages, fast.averages)
+    over = speed_ups.speed_up(slow.averages, fast.averages)
     low, high = over.low, over.high
     if over.runs == 1:
         low, high = (slow.interval[k] / fast.interval[1 - k] for k in range(2))
@@ -172,7 +164,7 @@ def similarity_notes(found: Sequence[Emulated]) -> list[str]:
         f"seconds of the machine for each here" for each in found}))
     errors = [abs(each.predicted_average / each.average - 1) for each in found
               if each.run is not None]
-    name = one.machine.name
+    name = one.machine
     notes = [
         f"Scale: links are {one.scale:g} times slower than those of {name} are in use, and ranks "
         f"wait {one.scale:g} times the seconds of {name}, whose rate of products is divided as "

@@ -1,0 +1,61 @@
+"""Make of the options of rows what their ranks wait for, and how links and waits are slowed."""
+
+import argparse
+from dataclasses import replace
+from typing import Callable
+
+from bench.cases.case import Case
+from bench.cases.paper import load_tables
+from bench.cluster.rates import change_links
+from bench.cluster.spec import Cluster
+from bench.command_line import row_options
+from bench.experiments.rows.dilation import Both, Dilation
+from bench.experiments.rows.settings import ModelledWork
+from bench.prediction.machine_model import Machine
+from bench.prediction.seconds import work_seconds
+from bench.prediction.similarity import (emulating_machine, predict_original, predict_phases,
+                                         shrink_machine)
+from mm3d.grid.shape import GridShape
+
+
+def modelled_work(arguments: argparse.Namespace,
+                  comm=None) -> Callable[[Case], ModelledWork] | None:
+    """Return the function that gives the seconds that ranks of a case wait; None if they compute.
+
+    Parameters and errors are those of `bench.command_line.row_options.waited_machine`.
+    """
+    found = row_options.waited_machine(arguments, comm)
+    if found is None:
+        return None
+    machine, scale = found
+    preset = load_tables().presets[arguments.preset]
+    return lambda one: work_of(machine, scale, preset.of_table(one.row.table).shrink)
+
+
+def work_of(machine: Machine, scale: float, shrink: float) -> ModelledWork:
+    """Return the work of ranks that wait `scale` times the seconds of a machine that is shrunk."""
+    shrunk = shrink_machine(machine, shrink)
+    return ModelledWork(machine.name, lambda event: scale * work_seconds(shrunk, event),
+                        machine.elementwise_block, scale, shrink)
+
+
+def dilation(arguments: argparse.Namespace, comm) -> Dilation | None:
+    """Return how links and waits are slowed; None where ranks compute or no cluster is emulated.
+
+    Parameters are those of `modelled_work`, errors also those of
+    `bench.command_line.row_options.check_share`.
+    """
+    cluster, preset = Cluster.from_environment(), load_tables().presets[arguments.preset]
+    row_options.check_share(arguments)
+    found = row_options.waited_machine(arguments, comm)
+    if cluster is None or found is None:
+        return None
+    machine, scale = found
+
+    def predict(one: Case, grid: GridShape, order: str, link: float | None) -> Both:
+        shrink = preset.of_table(one.row.table).shrink
+        model = emulating_machine(machine, shrink, scale, replace(cluster, link=link))
+        where, how = (grid, order, one.sizes), (one.variant, arguments.recompute)
+        return (predict_phases(model, one.row.scheme, *where, *how),
+                predict_original(machine, one.row, *where, *how))
+    return Dilation(row_options.share_of(arguments, preset), cluster.link, predict, change_links)

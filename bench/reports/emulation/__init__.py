@@ -1,1 +1,0 @@
-"""Rows of emulated clusters beside published and predicted ones."""
