@@ -7,10 +7,10 @@ Ranks are numbered with the first direction varying slowest: on an X x Y x Z gri
 
 import itertools
 import math
-import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Iterable, Iterator, Sequence
+from functools import cached_property
+from typing import Iterable, Iterator
 
 import numpy as np
 
@@ -27,7 +27,8 @@ class GridShape(Mapping[str, int]):
     directions : str or iterable of str
         The letters of the directions, as in ``"xyz"``.
     sizes : iterable of int
-        The number of ranks along each.
+        The number of ranks along each.  Closed forms also count for many grids at once, whose
+        sizes are arrays of whole numbers.
 
     Raises
     ------
@@ -50,8 +51,7 @@ class GridShape(Mapping[str, int]):
     def __post_init__(self) -> None:
         names, sizes = tuple(self.directions), tuple(self.sizes)
         wrong = [f"{name}={size!r}" for name, size in zip(names, sizes)
-                 if len(name) != 1 or not name.isalpha()
-                 or not isinstance(size, numbers.Integral) or size < 1]
+                 if len(name) != 1 or not name.isalpha() or not _is_size(size)]
         if wrong:
             raise ValueError(f"grid directions are single letters with sizes of at least 1, "
                              f"not {', '.join(wrong)}")
@@ -62,7 +62,8 @@ class GridShape(Mapping[str, int]):
         if len(set(names)) != len(names):
             raise ValueError(f"grid directions {', '.join(names)}: one appears twice")
         object.__setattr__(self, "directions", "".join(names))
-        object.__setattr__(self, "sizes", tuple(map(int, sizes)))
+        object.__setattr__(self, "sizes", tuple(
+            size if isinstance(size, np.ndarray) else int(size) for size in sizes))
         object.__setattr__(self, "_sizes", dict(zip(self.directions, self.sizes)))
 
     @classmethod
@@ -120,10 +121,10 @@ class GridShape(Mapping[str, int]):
         """Return the sizes without spaces, as in options and file names: ``2x2x2``."""
         return "x".join(map(str, self.sizes))
 
-    @property
-    def example(self) -> "GridShape":
-        """Return the shape itself; of `GridShapes`, one of them."""
-        return self
+    @cached_property
+    def divided(self) -> str:
+        """Return the directions of more than one rank."""
+        return "".join(name for name, size in self.items() if np.any(size > 1))
 
     @property
     def ranks(self) -> int:
@@ -178,34 +179,8 @@ class GridShape(Mapping[str, int]):
                 for point in itertools.product(*map(range, self.sizes)))
 
 
-class GridShapes(GridShape):
-    """Hold many shapes of as many ranks, so that closed forms count for all of them at once.
-
-    The size of a direction is an array of Python's whole numbers, one for each shape.  What
-    depends on the sizes in another way than by arithmetic should be the same for all shapes, and
-    is asked of one of them, `example`: layouts of a scheme, and which directions have one rank.
-
-    Parameters
-    ----------
-    shapes : sequence of GridShape
-        Shapes of the same directions and as many ranks; ValueError otherwise.
-    """
-
-    def __init__(self, shapes: Sequence[GridShape]) -> None:
-        if len({(one.directions, one.ranks) for one in shapes}) != 1:
-            raise ValueError("shapes have other directions or numbers of ranks")
-        sizes = tuple(np.array(column, object) for column in zip(*(one.sizes for one in shapes)))
-        vars(self).update(directions=shapes[0].directions, sizes=sizes, one=shapes[0],
-                          _sizes=dict(zip(shapes[0].directions, sizes)))
-
-    __eq__, __hash__ = object.__eq__, object.__hash__
-
-    @property
-    def example(self) -> GridShape:
-        """Return the first of the shapes."""
-        return self.one
-
-    @property
-    def ranks(self) -> int:
-        """Return the number of ranks of each."""
-        return self.one.ranks
+def _is_size(size: int | np.ndarray) -> bool:
+    """Return whether a size is a whole number of at least 1, or an array of such."""
+    if isinstance(size, np.ndarray):
+        return bool(np.all(size >= 1))
+    return isinstance(size, (int, np.integer)) and size >= 1

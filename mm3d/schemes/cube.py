@@ -12,6 +12,8 @@ are the same three forms with the directions permuted; both have dC, which is ga
 
 from typing import Any, Mapping
 
+import numpy as np
+
 from mm3d.arrays.backend import Array
 from mm3d.arrays.products import matmul, matmul_nt, matmul_tn
 from mm3d.grid.activations import Space
@@ -206,9 +208,9 @@ class Cube(Scheme):
     def layouts(cls, sizes: dict[str, int], batch: int, seq: int, rows: str = "auto",
                 vectors: str = "diagonal", **options: Any) -> tuple[SpaceLayout, SpaceLayout]:
         X, Y, Z = (sizes[c] for c in "xyz")
-        if rows == "auto":
-            whole = batch % (X * Y) == 0 and batch % (X * Z) == 0
-            rows = "sequences" if whole else "positions"
+        if rows == "auto":    # many grids at once are all of the same kind
+            left = batch % (X * Y) + batch % (X * Z)
+            rows = "positions" if np.any(left) else "sequences"
         divided = "x{}," if rows == "sequences" else "x,{}"
         outer, inner = ("zx@y", "yx@z") if vectors == "diagonal" else ("zx", "yx")
         return (divided.format("y"), "z", outer, "y"), (divided.format("z"), "y", inner, "z")

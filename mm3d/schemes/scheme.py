@@ -231,7 +231,7 @@ class Scheme(GridAlgorithm):
         rows of A; one that divides the features of both is looped over.  Backward has the same
         number for each of its two gradients, with rows, inner and columns exchanged.
         """
-        outer, inner = cls.layouts(getattr(sizes, "example", sizes), 1, 1, **options)
+        outer, inner = cls.layouts(sizes, 1, 1, **options)
         A, C = (outer, inner) if product.way == "up" else (inner, outer)
         rows = [c for c in divided_directions(A[0]) if c not in C[1]]
         *blocks, count = (math.prod(sizes[c] for c in letters)
