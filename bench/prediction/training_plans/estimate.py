@@ -1,6 +1,6 @@
 """Estimate the seconds of a training step and the bytes of a rank, from the work of one layer."""
 
-from functools import cache, partial
+from functools import cache
 from typing import NamedTuple
 
 from bench.cases.variants import itemsize
@@ -11,14 +11,17 @@ from bench.prediction.pipelines.pipeline_model import mesh_strides
 from bench.prediction.pipelines.training_step import (adamw_seconds, expert_parameters,
                                                       layer_parameters, shards_of_experts,
                                                       table_seconds, unadded_seconds)
-from bench.prediction.seconds import achieved_seconds, collective_terms
+from bench.prediction.seconds import achieved_seconds, collective_terms, gemm_seconds
 from bench.prediction.training_plans.choices import Choice, Training
 from bench.prediction.training_plans.expert_work import (Copies, copies_of_experts,
                                                          gathers_of_counts)
-from bench.prediction.training_plans.layer_work import LayerBytes, LayerWork, head_seconds
+from bench.prediction.training_plans.layer_work import LayerBytes, LayerWork
+from mm3d.grid.activations import chunks_of
 from mm3d.grid.shape import GridShape
 from mm3d.model import cost
-from mm3d.tracing.events import Collective
+from mm3d.schemes import find_scheme
+from mm3d.schemes.closed_form import ProductShape
+from mm3d.tracing.events import Collective, Gemm
 
 # Of parameters; those of experts are beside the others of a layer.
 ARRAYS_OF_EXPERTS, ARRAYS_OF_ENDS = 4, 4
@@ -57,7 +60,7 @@ class Estimator:
          self.counts, self.head) = map(cache, (
              self._sizes, self._moved, self._hop, self._tied,
              lambda parameters: adamw_seconds(training.machine, parameters, training.dtype),
-             self._state, self._products, self._counts, partial(head_seconds, training)))
+             self._state, self._products, self._counts, self._head))
 
     def memory(self, choice: Choice, filled: LayerBytes) -> float:
         """Estimate the bytes at the peak of a rank."""
@@ -191,6 +194,15 @@ class Estimator:
                    for own, others in passes for before, count, more in (
                        (every - last, last, head), (max(0, place) * first, first, 0.0))
                    ) - unadded
+
+    def _head(self, scheme: str, grid: GridShape, micro: int, context: int) -> float:
+        """Return the seconds of the products of the head for a micro-batch, backward too."""
+        training, machine = self.training, self.training.machine
+        rows = micro * sum(map(len, chunks_of(training.seq, context, 0)))
+        shape = ProductShape("up", rows, training.gpt.hidden, training.gpt.vocab)
+        return 3 / machine.achieved.gemm * sum(
+            one.count * gemm_seconds(machine, Gemm(1, *one[:3], training.dtype))
+            for one in find_scheme(scheme).local_products(grid, shape))
 
     def _divided(self, choice: Choice, zero: int) -> float:
         """Return the parameters of the stage with the most, divided from a stage of ZeRO on."""

@@ -245,37 +245,18 @@ def screened_work(layer: Layer, screened: ScreenedLayer, price: Price) -> LayerW
 def _screened_ends(training: Training, layer: Layer) -> tuple[PhaseWork, PhaseWork]:
     """Return the work of the ends, forward and backward, by closed forms."""
     machine, gpt, kind = training.machine, training.gpt, find_scheme(layer.scheme)
-    shape = _head(training, layer.micro, layer.context)
+    shape = ProductShape("up", layer.micro * layer.positions(training), gpt.hidden, gpt.vocab)
     both = (kind.transposed_moves(layer.grid, ProductShape("down", shape.M, shape.K, shape.N))
             if gpt.tied else kind.product_moves(layer.grid, shape))
     size = itemsize(training.dtype)
-    product = _product_seconds(training, layer.scheme, layer.grid, shape)
+    product = sum(one.count * gemm_seconds(machine, Gemm(1, *one[:3], training.dtype))
+                  for one in kind.local_products(layer.grid, shape))
     arrays = np.array([_logits(training, layer), gpt.hidden * gpt.vocab / layer.grid.ranks])
     return tuple(PhaseWork(achieved_seconds(machine, {
         "gemm": times * product,
         "memory": float(passes @ arrays) * size / machine.memory_bandwidth}),
         collectives_of(moves, layer.grid, size))
         for times, passes, moves in zip((1, 2), np.array(END_PASSES[machine.kernels]), both))
-
-
-def _head(training: Training, micro: int, context: int) -> ProductShape:
-    """Return the product of the head for one micro-batch."""
-    rows = micro * sum(map(len, chunks_of(training.seq, context, 0)))
-    return ProductShape("up", rows, training.gpt.hidden, training.gpt.vocab)
-
-
-def _product_seconds(training: Training, scheme: str, grid: GridShape,
-                     shape: ProductShape) -> float:
-    """Return the seconds of a product on a rank, at full figures."""
-    return sum(one.count * gemm_seconds(training.machine, Gemm(1, *one[:3], training.dtype))
-               for one in find_scheme(scheme).local_products(grid, shape))
-
-
-def head_seconds(training: Training, scheme: str, grid: GridShape, micro: int,
-                 context: int) -> float:
-    """Return the seconds of the products of the head, forward and backward, for a micro-batch."""
-    return 3 * _product_seconds(training, scheme, grid, _head(training, micro, context)
-                                ) / training.machine.achieved.gemm
 
 
 def _blocks(training: Training, layer: Layer) -> BlockSizes:

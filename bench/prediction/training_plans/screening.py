@@ -5,7 +5,7 @@ import itertools
 from copy import copy
 from dataclasses import replace
 from functools import cache
-from operator import itemgetter, le
+from operator import itemgetter
 from typing import Any, Callable, Iterable, Iterator, Self
 
 import numpy as np
@@ -110,22 +110,11 @@ class Screening:
     def screen(self) -> dict[str, Iterator[Scored]]:
         """Return the plans of each family that may fit, by closed forms the fastest first.
 
-        Of each division of work and stage of ZeRO it is the fastest.
-
         Raises UsageError when there are none.
         """
         def estimated(choice: Choice) -> list[Scored]:
             return [(self.estimator.seconds(choice, self.screened(Layer.of(choice))), choice)]
-
-        def first_of_each(plans: Iterator[Scored]) -> Iterator[Scored]:
-            known: set[Choice] = set()
-            for seconds, choice in plans:
-                work = choice._replace(shards=None, inside="")
-                if work not in known:
-                    known.add(work)
-                    yield seconds, choice
-        return {family: first_of_each(refined(plans, estimated))
-                for family, plans in self.bounded().items()}
+        return {family: refined(plans, estimated) for family, plans in self.bounded().items()}
 
     def bounded(self) -> dict[str, Iterator[Scored]]:
         """Return the plans of each family that may fit by closed forms, in every place.
@@ -222,16 +211,11 @@ class Screening:
             choice._replace(recompute="none", schedule="1f1b"))), plans)]
 
     def _in_every_place(self, choice: Choice) -> list[LayerWork]:
-        """Price the layers of a division of work in each place on the nodes, or in the best alone.
-        """
+        """Price the layers of a division of work in each place on the nodes."""
         states = [choice._replace(shards=one) for one in self.training.shards(
             choice._replace(zero=1))]
-        found = [*map(self.screened, {Layer.of(one._replace(inside=inside)) for one in states
-                                      for inside in self.training.insides(one)})]
-        parts = [(one.forward, one.backward, *one.ends) for one in found]
-        least = min(parts, key=sum)
-        best = all(all(map(le, least, one)) for one in parts)    # in each part
-        return [found[parts.index(least)]] if best else found
+        return [*map(self.screened, {Layer.of(one._replace(inside=inside)) for one in states
+                                     for inside in self.training.insides(one)})]
 
     def _in_places(self, plans: tuple[Choice, States]) -> Iterator[Scored]:
         """Bound the seconds of plans in each place on the nodes from below, by closed forms."""

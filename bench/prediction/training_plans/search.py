@@ -22,7 +22,6 @@ from bench.prediction.training_plans.screening import SLACK, Scored, Screening, 
 
 TRIES = 4           # of a changed choice, until one fits
 NEAR = 0.95         # of the memory of one end of a pipeline, by which the other needs no dry run
-SAME = 1 - 1e-9     # of seconds: more is a plan that is as fast
 SURE = 0.95         # of memory, up to which that of a layer needs no dry run of a step
 
 
@@ -72,7 +71,7 @@ class Found:
     Attributes
     ----------
     best : TrainingPlan
-        The fastest plan that fits; none of `changes` is faster.
+        The fastest plan that fits.
     families : dict of str to TrainingPlan
         The fastest of each family that fits, the fastest first.
     unfit : list of TrainingPlan
@@ -133,12 +132,6 @@ class Search(Screening):
                              else self._none_runs())
         fastest = min(best.values(), key=lambda one: one.seconds)
         changes = self.changes(fastest)
-        while better := [one for one in changes.values() if isinstance(one, TrainingPlan)
-                         and one.seconds < SAME * fastest.seconds
-                         and one.memory["all"] <= self.limit]:    # which estimates left out
-            fastest = min(better, key=lambda one: one.seconds)
-            best[fastest.choice.family] = fastest
-            changes = self.changes(fastest)
         families = dict(sorted(best.items(), key=lambda one: one[1].seconds))
         self.counts["exact"] = self.exact.cache_info().currsize
         return Found(fastest, families, self.unfit, changes, self.refused, self.counts,

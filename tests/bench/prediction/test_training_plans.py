@@ -42,9 +42,9 @@ LLAMA = Architecture(norm="rms", positions="rotary", kv_heads=2, perceptron="swi
 PLAN = ["plan", "--machine", "dgx-a100"]
 
 
-def few(asked: Training, kind: type = Few, changing: bool = False) -> Few:
+def few(asked: Training, changing: bool = False) -> Few:
     """A search among a part of all plans; of the smallest batch with fewer grids."""
-    return kind(asked, lambda one: one.recompute in ("none", "full") and one.places in (1, 4)
+    return Few(asked, lambda one: one.recompute in ("none", "full") and one.places in (1, 4)
                 and one.scheme in ("1d", "2d", "3d") and one.micro in (1, asked.batch // one.data)
                 and (asked.batch > 2 or [*one.grid.sizes] == sorted(one.grid.sizes)),
                 lambda one: one.zero < 3, changing)
@@ -52,13 +52,14 @@ def few(asked: Training, kind: type = Few, changing: bool = False) -> Few:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("gpus, batch, mib, experts", [
-    (4, 2, 20, None), (3, 6, 20, None), (4, 2, 60, Experts(4, top=2, every=1, capacity=None))])
+    (4, 2, 20, None), (3, 3, 24, None),
+    (2, 4, 90, Experts(4, top=2, every=1, gate="mixtral", capacity=None))])
 def test_each_family_has_the_best_of_all_its_plans_predicted_exactly(gpus, batch, mib, experts):
     """Nothing is left out: every grid, schedule, policy, stage of ZeRO, shard and place."""
     asked = search.Search(training(
         msgspec.structs.replace(SMALL, experts=experts), gpus, batch, mib))
     every, fitting = check_best(asked)
-    assert 20 < len(fitting) < len(every) == len([*asked.choices()])
+    assert 4 < len(fitting) < len(every) == len([*asked.choices()])
 
 
 @pytest.mark.slow_but_first
@@ -87,15 +88,8 @@ def test_a_family_of_3d_divides_several_directions():
     assert DIMENSIONS["grid"].said(plans[0]) == "1d 6"
 
 
-class Misled(Few):
-    """A search whose bounds leave the slowest plan of a family alone."""
-
-    def bounded(self):
-        return {family: [*plans][-1:] for family, plans in super().bounded().items()}
-
-
-def test_a_changed_choice_that_is_faster_becomes_the_best():
-    found = few(training(SMALL, 4, 4, 30), Misled, changing=True).run()
+def test_no_changed_choice_is_faster_than_the_best():
+    found = few(training(SMALL, 4, 4, 30), changing=True).run()
     changed = [one.seconds for one in found.changes.values() if not isinstance(one, str)]
     assert changed and found.best.seconds <= min(changed)
     assert found.best is next(iter(found.families.values()))
