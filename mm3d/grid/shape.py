@@ -179,6 +179,11 @@ class GridShape(Mapping[str, int]):
                 for point in itertools.product(*map(range, self.sizes)))
 
 
+def divides(parts: int | np.ndarray, number: int) -> bool:
+    """Return whether `parts`, or all of an array of them, divide a number."""
+    return bool(np.all(number % parts == 0))
+
+
 def _is_size(size: int | np.ndarray) -> bool:
     """Return whether a size is a whole number of at least 1, or an array of such."""
     if isinstance(size, np.ndarray):

@@ -12,12 +12,11 @@ are the same three forms with the directions permuted; both have dC, which is ga
 
 from typing import Any, Mapping
 
-import numpy as np
-
 from mm3d.arrays.backend import Array
 from mm3d.arrays.products import matmul, matmul_nt, matmul_tn
 from mm3d.grid.activations import Space
 from mm3d.grid.layout import Layout
+from mm3d.grid.shape import divides
 from mm3d.grid.split import Gathered, Operand, Split, gather
 from mm3d.schemes.closed_form import Move, ProductShape
 from mm3d.schemes.matrix_product import MatrixProduct, element_counts
@@ -208,9 +207,8 @@ class Cube(Scheme):
     def layouts(cls, sizes: dict[str, int], batch: int, seq: int, rows: str = "auto",
                 vectors: str = "diagonal", **options: Any) -> tuple[SpaceLayout, SpaceLayout]:
         X, Y, Z = (sizes[c] for c in "xyz")
-        if rows == "auto":    # many grids at once are all of the same kind
-            left = batch % (X * Y) + batch % (X * Z)
-            rows = "positions" if np.any(left) else "sequences"
+        if rows == "auto":
+            rows = "sequences" if divides(X * Y, batch) and divides(X * Z, batch) else "positions"
         divided = "x{}," if rows == "sequences" else "x,{}"
         outer, inner = ("zx@y", "yx@z") if vectors == "diagonal" else ("zx", "yx")
         return (divided.format("y"), "z", outer, "y"), (divided.format("z"), "y", inner, "z")

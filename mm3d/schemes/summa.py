@@ -10,8 +10,6 @@ import math
 from abc import abstractmethod
 from typing import Any, Callable, Mapping
 
-import numpy as np
-
 from mm3d.arrays.backend import Array
 from mm3d.arrays.products import matmul, matmul_nt, matmul_tn
 from mm3d.grid.activations import Space
@@ -168,7 +166,7 @@ class Summa(Scheme):
 
     @classmethod
     def check_grid(cls, grid: GridShape) -> None:
-        if np.any(grid["x"] != grid["y"]):
+        if grid["x"] != grid["y"]:
             raise ValueError(f"scheme {cls.name!r} needs a square grid, not {grid}")
 
     @classmethod

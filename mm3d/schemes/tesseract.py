@@ -14,8 +14,6 @@ import itertools
 import math
 from typing import Any, Mapping
 
-import numpy as np
-
 from mm3d.arrays.backend import Array
 from mm3d.grid.activations import Space
 from mm3d.grid.axis import Axis
@@ -100,7 +98,7 @@ class Tesseract(Summa):
 
     @classmethod
     def check_grid(cls, grid: GridShape) -> None:
-        if np.any(grid["x"] != grid["y"]):
+        if grid["x"] != grid["y"]:
             raise ValueError(f"scheme '2.5d' needs a grid of q x q x d, not {grid}")
 
     @classmethod

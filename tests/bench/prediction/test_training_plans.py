@@ -45,9 +45,9 @@ PLAN = ["plan", "--machine", "dgx-a100"]
 def few(asked: Training, changing: bool = False) -> Few:
     """A search among a part of all plans; of the smallest batch with fewer grids."""
     return Few(asked, lambda one: one.recompute in ("none", "full") and one.places in (1, 4)
-                and one.scheme in ("1d", "2d", "3d") and one.micro in (1, asked.batch // one.data)
-                and (asked.batch > 2 or [*one.grid.sizes] == sorted(one.grid.sizes)),
-                lambda one: one.zero < 3, changing)
+               and one.scheme in ("1d", "2d", "3d") and one.micro in (1, asked.batch // one.data)
+               and (asked.batch > 2 or [*one.grid.sizes] == sorted(one.grid.sizes)),
+               lambda one: one.zero < 3, changing)
 
 
 @pytest.mark.slow
