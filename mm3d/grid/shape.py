@@ -27,8 +27,7 @@ class GridShape(Mapping[str, int]):
     directions : str or iterable of str
         The letters of the directions, as in ``"xyz"``.
     sizes : iterable of int
-        The number of ranks along each.  Closed forms also count for many grids at once, whose
-        sizes are arrays of whole numbers.
+        The number of ranks along each; for closed forms of many grids at once, arrays of them.
 
     Raises
     ------

@@ -208,12 +208,11 @@ def moves(scheme: str, grid: Mapping[str, int], sizes: ModelSizes, recompute: st
     sizes.check()
     of = Words(scheme, grid, sizes.batch, sizes.seq, **options)
     found: dict[str, dict[Key, Move]] = {"forward": {}, "backward": {}}
-    divided = of.grid.divided
     for (part, kind), times in passes(sizes, recompute, experts).items():
         forward, backward = _moves_of(part, of, sizes, experts, kind)
         own = found["forward" if kind == "forward" else "backward"]
         for move in forward if kind in ("forward", "again") else backward:
-            if move.axis in divided:
+            if move.axis in of.grid.divided:
                 add_move(own, move, times)
     return found
 

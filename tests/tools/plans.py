@@ -23,12 +23,12 @@ def training(gpt: ModelFile, gpus: int, batch: int, mib: float) -> Training:
 
 class Few(search.Search):
     """A search among the plans that `likes` and `states_liked` take, so few that each can be
-    predicted exactly; without changed choices, which may be others, unless `changing`."""
+    predicted exactly; without changed choices, which may be others."""
 
     def __init__(self, asked: Training, likes: Callable[[Choice], bool],
-                 likes_state: Callable = lambda one: True, changing: bool = False) -> None:
+                 likes_state: Callable = lambda one: True) -> None:
         super().__init__(asked)
-        self.likes, self.likes_state, self.changing = likes, likes_state, changing
+        self.likes, self.likes_state = likes, likes_state
 
     def works(self):
         return filter(self.likes, super().works())
@@ -37,7 +37,7 @@ class Few(search.Search):
         return filter(self.likes_state, super().states(data))
 
     def changes(self, best):
-        return super().changes(best) if self.changing else {}
+        return {}
 
 
 def check_best(asked: search.Search) -> tuple[list, list]:
@@ -56,6 +56,8 @@ def check_best(asked: search.Search) -> tuple[list, list]:
     assert {family: plan.seconds for family, plan in found.families.items()} == best
     assert [*found.families] == sorted(best, key=best.__getitem__)
     assert found.best.seconds == min(best.values())
+    assert not any(isinstance(one, search.TrainingPlan) and one.seconds < found.best.seconds
+                   for one in found.changes.values())
     return every, fitting
 
 
