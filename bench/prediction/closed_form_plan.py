@@ -7,7 +7,7 @@ import math
 import operator
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any, Callable, Iterable, Mapping, NamedTuple, Sequence
+from typing import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -28,7 +28,7 @@ from mm3d.schemes import find_scheme
 from mm3d.schemes.closed_form import Move
 from mm3d.tracing.events import Collective, Gemm, PHASES
 
-Price = Callable[[Collective], float]    # in seconds
+Price = Callable[..., float]    # in seconds, given the fields of an event
 
 
 @dataclass(frozen=True)
@@ -79,11 +79,11 @@ def words_over_bound(name: str, grid: GridShape, sizes: ModelSizes) -> float:
 
     The model has no experts: no bound is known for products whose rows have different weights.
     """
-    moved = least = 0.0
+    moved, least, ranks = 0.0, 0.0, int(np.max(grid.ranks))    # of many grids the same
     for product, times in cost.products(sizes).items():
         moves = find_scheme(name).product_moves(grid, product)[0]
-        moved += times * sum(m.words for m in moves if grid.example[m.axis] > 1) / grid.ranks
-        least += times * cost.lower_bound(*product.extents, grid.ranks)
+        moved += times * sum(m.words for m in moves) / ranks
+        least += times * cost.lower_bound(*product.extents, ranks)
     return moved / least if least > 0 else math.nan
 
 
@@ -91,54 +91,35 @@ def screen_grids(candidates: Iterable[tuple[str, GridShape]], machine: machine_m
                  stack: Stack) -> list[Plan]:
     """Predict a step of each scheme on its grid by closed forms.
 
-    Grids on which a scheme has the same layouts are counted together (`GridShapes`).  With experts
-    no token is dropped, and all experts' products are as fast as one product.
+    Grids on which a scheme has the same layouts, and divides along the same directions, are
+    counted together.  With experts no token is dropped, and all experts' products are as fast as
+    one product.
     """
     groups: dict[tuple, dict[int, GridShape]] = {}
     for place, (name, grid) in enumerate(candidates):
         layouts = [find_scheme(name).layouts(grid, *rows)
                    for rows in ((stack.batch, stack.seq), (1, 1))]
-        alike = name, grid.ranks, *layouts, tuple(size == 1 for size in grid.sizes)
+        alike = name, grid.ranks, *layouts, *[size == 1 for size in grid.sizes]
         groups.setdefault(alike, {})[place] = grid
-    screen = partial(_screen, machine, stack, collective_price(machine),
-                     cache(partial(gemm_seconds, machine)))
+    # Of each of many grids, whose numbers are in arrays.
+    price = np.frompyfunc(collective_price(machine), len(Collective._fields), 1)
+    timed = np.frompyfunc(cache(lambda *gemm: gemm_seconds(machine, Gemm(*gemm))),
+                          len(Gemm._fields), 1)
+    screen = partial(_screen, machine, stack, price, timed)
     found: dict[int, Plan] = {}
     for (name, *_), grids in groups.items():
         found.update(zip(grids, screen(name, [*grids.values()])))
     return [found[place] for place in sorted(found)]
 
 
-class GridShapes(GridShape):
-    """Hold shapes of one scheme and number of ranks, so that closed forms count for all at once.
-
-    The size of a direction is an array of Python's whole numbers, one for each shape.  What does
-    not follow from sizes by arithmetic should be the same for all shapes, and is asked of one of
-    them, `example`: layouts of a scheme, and which directions have one rank.
-    """
-
-    def __init__(self, shapes: Sequence[GridShape]) -> None:
-        sizes = tuple(np.array(column, object) for column in zip(*(one.sizes for one in shapes)))
-        vars(self).update(directions=shapes[0].directions, sizes=sizes, one=shapes[0],
-                          _sizes=dict(zip(shapes[0].directions, sizes)))
-
-    __eq__, __hash__ = object.__eq__, object.__hash__
-
-    @property
-    def example(self) -> GridShape:
-        """Return the first of the shapes."""
-        return self.one
-
-    @property
-    def ranks(self) -> int:
-        """Return the number of ranks of each."""
-        return self.one.ranks
-
-
 def _screen(machine: machine_model.Machine, stack: Stack, price: Price,
-            product_seconds: Callable[[Gemm], float], name: str,
+            product_seconds: Price, name: str,
             grids: Sequence[GridShape]) -> list[Plan]:
     """Predict a step on each of the grids: of all at once, if the scheme can count them so."""
-    grid = GridShapes(grids) if len(grids) > 1 else grids[0]
+    grid = grids[0]
+    if len(grids) > 1:    # arrays of Python's whole numbers, of which none is too large
+        grid = GridShape(grid.directions, [
+            np.array(column, object) for column in zip(*(one.sizes for one in grids))])
     try:
         found, words = grid_work(name, grid, machine, stack, product_seconds=product_seconds)
         bound = math.nan if stack.experts else words_over_bound(name, grid, stack.sizes)
@@ -147,7 +128,7 @@ def _screen(machine: machine_model.Machine, stack: Stack, price: Price,
             raise
         return [plan for one in grids
                 for plan in _screen(machine, stack, price, product_seconds, name, [one])]
-    seconds = [found[phase].seconds(partial(_of_each, price)) for phase in PHASES]
+    seconds = [found[phase].seconds(price) for phase in PHASES]
     columns = [np.broadcast_to(np.array(numbers, object), len(grids)).tolist()
                for numbers in (*seconds, *words.values(), bound)]
     return [Plan(name, one, forward, backward, dict(zip(words, moved)), over)
@@ -158,11 +139,6 @@ def screen_grid(name: str, grid: GridShape, machine: machine_model.Machine,
                 stack: Stack) -> Plan:
     """Predict a step of a scheme on a grid, as `screen_grids` does."""
     return screen_grids([(name, grid)], machine, stack)[0]
-
-
-def _of_each(function: Callable[[Any], float], event: NamedTuple) -> Any:
-    """Apply a function of an event to each of those whose numbers an event's arrays hold."""
-    return np.frompyfunc(lambda *fields: function(type(event)(*fields)), len(event), 1)(*event)
 
 
 @dataclass(frozen=True)
@@ -183,13 +159,14 @@ class PhaseWork:
     def seconds(self, price: Price, strides: Mapping[str, int] | None = None) -> float:
         """Predict the seconds, by default with the grid's own `strides` over the nodes."""
         return self.seconds_alone + sum(
-            calls * price(one._replace(stride=strides[one.direction]) if strides else one)
+            calls * price(*one._replace(stride=strides[one.direction]) if strides else one)
             for one, calls in self.collectives)
 
 
 def collective_price(machine: machine_model.Machine) -> Price:
     """Return a function that predicts the seconds of a collective, and remembers them."""
-    return cache(lambda event: achieved_seconds(machine, collective_terms(machine, event)))
+    return cache(lambda *event: achieved_seconds(
+        machine, collective_terms(machine, Collective(*event))))
 
 
 def collectives_of(moves: Iterable[Move], grid: GridShape,
@@ -198,7 +175,7 @@ def collectives_of(moves: Iterable[Move], grid: GridShape,
     found = []
     for move in moves:
         g = grid[move.axis]
-        if grid.example[move.axis] > 1:
+        if move.axis in grid.divided:
             whole = move.words / grid.ranks * size * g / (g - 1) / move.calls
             whole /= 2 if move.collective == "all_reduce" else 1
             found.append((Collective(move.collective, move.axis, g, grid.stride(move.axis),
@@ -208,14 +185,14 @@ def collectives_of(moves: Iterable[Move], grid: GridShape,
 
 def grid_work(name: str, grid: GridShape, machine: machine_model.Machine, stack: Stack,
               context: tuple[int, str] = (1, "gather"), of_rank: ExpertOptions | None = None,
-              product_seconds: Callable[[Gemm], float] | None = None) -> tuple[
+              product_seconds: Price | None = None) -> tuple[
                   dict[str, PhaseWork], dict[str, float]]:
     """Return the work of a rank in each phase, and the words that it moves.
 
     `context` is the number of grids among which positions are divided, and the way of attention;
     `of_rank` are the experts of a rank, by default all; `product_seconds` replaces `gemm_seconds`.
     """
-    timed = partial(_of_each, product_seconds or partial(gemm_seconds, machine))
+    timed = product_seconds or (lambda *gemm: gemm_seconds(machine, Gemm(*gemm)))
     size, whole = itemsize(stack.dtype), stack.sizes
     dtype, recompute, experts = stack.dtype, stack.recompute, stack.experts
     blocks = BlockSizes(name, grid, whole, context[0])
@@ -225,9 +202,9 @@ def grid_work(name: str, grid: GridShape, machine: machine_model.Machine, stack:
              for phase, found in moves.items()}
     flash, scores = attention_of(machine, dtype) == "flash", blocks.attention_products(dtype)
     attention = sizes["layers"] * (scores.flops / machine.gemm_rate[dtype] if flash else
-                                   timed(scores))
+                                   timed(*scores))
     forward = attention + sum(
-        times * local.count * timed(Gemm(1, *local[:3], dtype))
+        times * local.count * timed(*Gemm(1, *local[:3], dtype))
         for product, times in cost.products(sizes, experts).items()
         for local in find_scheme(name).local_products(grid, product))
     again = cost.flops_again(whole, recompute, experts) / cost.flops(whole, experts)["forward"]

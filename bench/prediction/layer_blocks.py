@@ -114,7 +114,7 @@ class BlockSizes:
     def __init__(self, name: str, grid: GridShape, sizes: ModelSizes, context: int = 1) -> None:
         self.sizes, self.context = sizes, context
         self.own = -(-sizes.seq // context)    # positions
-        outer, inner = find_scheme(name).layouts(grid.example, sizes.batch, self.own)
+        outer, inner = find_scheme(name).layouts(grid, sizes.batch, self.own)
         # Parts of activations by sequence, position and feature.
         self.outside, inside = (tuple(
             grid.ranks_along(divided_directions(without_faces(letters)))
@@ -132,7 +132,7 @@ class BlockSizes:
     @property
     def pieces(self) -> int:
         """Return how many ranks' rows an expert's product has, each in a product of its own."""
-        return max(1, math.prod(self.outside[:2]) // math.prod(self.inside[:2]))
+        return np.maximum(1, math.prod(self.outside[:2]) // math.prod(self.inside[:2]))
 
     @property
     def outer_block(self) -> tuple[int, int]:

@@ -9,7 +9,6 @@ from bench.agreement import make_on_rank_0
 from bench.errors import UsageError
 from bench.prediction.machine_model import Machine
 from bench.records import atomic, journal
-from bench.records.schema import printable
 from mm3d.console import complain, say
 
 HEADER = """\
@@ -66,11 +65,13 @@ def format_tree(tree: dict[str, Any], missing: Sequence[str] = ()) -> str:
 
 
 def _storable(value):
-    """Round the numbers of a tree to six digits, whole ones not; texts are those of records."""
+    """Round the numbers of a tree to six digits, whole ones not; escape what UTF-8 has not."""
     if isinstance(value, dict):
         return {key: _storable(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_storable(item) for item in value]
     if isinstance(value, float) and not value.is_integer():
         return float(f"{value:.6g}")
-    return printable(value)
+    if isinstance(value, str):    # names of files may have bytes of no encoding
+        return value.encode(errors="backslashreplace").decode()
+    return value

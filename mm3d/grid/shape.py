@@ -7,10 +7,12 @@ Ranks are numbered with the first direction varying slowest: on an X x Y x Z gri
 
 import itertools
 import math
-import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Iterable, Iterator
+
+import numpy as np
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -25,7 +27,7 @@ class GridShape(Mapping[str, int]):
     directions : str or iterable of str
         The letters of the directions, as in ``"xyz"``.
     sizes : iterable of int
-        The number of ranks along each.
+        The number of ranks along each; for closed forms of many grids at once, arrays of them.
 
     Raises
     ------
@@ -48,8 +50,7 @@ class GridShape(Mapping[str, int]):
     def __post_init__(self) -> None:
         names, sizes = tuple(self.directions), tuple(self.sizes)
         wrong = [f"{name}={size!r}" for name, size in zip(names, sizes)
-                 if len(name) != 1 or not name.isalpha()
-                 or not isinstance(size, numbers.Integral) or size < 1]
+                 if len(name) != 1 or not name.isalpha() or not _is_size(size)]
         if wrong:
             raise ValueError(f"grid directions are single letters with sizes of at least 1, "
                              f"not {', '.join(wrong)}")
@@ -60,7 +61,8 @@ class GridShape(Mapping[str, int]):
         if len(set(names)) != len(names):
             raise ValueError(f"grid directions {', '.join(names)}: one appears twice")
         object.__setattr__(self, "directions", "".join(names))
-        object.__setattr__(self, "sizes", tuple(map(int, sizes)))
+        object.__setattr__(self, "sizes", tuple(
+            size if isinstance(size, np.ndarray) else int(size) for size in sizes))
         object.__setattr__(self, "_sizes", dict(zip(self.directions, self.sizes)))
 
     @classmethod
@@ -118,10 +120,10 @@ class GridShape(Mapping[str, int]):
         """Return the sizes without spaces, as in options and file names: ``2x2x2``."""
         return "x".join(map(str, self.sizes))
 
-    @property
-    def example(self) -> "GridShape":
-        """Return the shape itself; where a subclass holds several, one of them."""
-        return self
+    @cached_property
+    def divided(self) -> str:
+        """Return the directions of more than one rank."""
+        return "".join(name for name, size in self.items() if np.any(size > 1))
 
     @property
     def ranks(self) -> int:
@@ -174,3 +176,15 @@ class GridShape(Mapping[str, int]):
         """Iterate over the coordinates of all ranks, in rank order."""
         return (dict(zip(self.directions, point))
                 for point in itertools.product(*map(range, self.sizes)))
+
+
+def divides(parts: int | np.ndarray, number: int) -> bool:
+    """Return whether `parts`, or all of an array of them, divide a number."""
+    return bool(np.all(number % parts == 0))
+
+
+def _is_size(size: int | np.ndarray) -> bool:
+    """Return whether a size is a whole number of at least 1, or an array of such."""
+    if isinstance(size, np.ndarray):
+        return bool(np.all(size >= 1))
+    return isinstance(size, (int, np.integer)) and size >= 1

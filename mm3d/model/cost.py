@@ -212,7 +212,7 @@ def moves(scheme: str, grid: Mapping[str, int], sizes: ModelSizes, recompute: st
         forward, backward = _moves_of(part, of, sizes, experts, kind)
         own = found["forward" if kind == "forward" else "backward"]
         for move in forward if kind in ("forward", "again") else backward:
-            if of.grid.example[move.axis] > 1:
+            if move.axis in of.grid.divided:
                 add_move(own, move, times)
     return found
 

@@ -16,6 +16,7 @@ from mm3d.arrays.backend import Array
 from mm3d.arrays.products import matmul, matmul_nt, matmul_tn
 from mm3d.grid.activations import Space
 from mm3d.grid.layout import Layout
+from mm3d.grid.shape import divides
 from mm3d.grid.split import Gathered, Operand, Split, gather
 from mm3d.schemes.closed_form import Move, ProductShape
 from mm3d.schemes.matrix_product import MatrixProduct, element_counts
@@ -207,8 +208,7 @@ class Cube(Scheme):
                 vectors: str = "diagonal", **options: Any) -> tuple[SpaceLayout, SpaceLayout]:
         X, Y, Z = (sizes[c] for c in "xyz")
         if rows == "auto":
-            whole = batch % (X * Y) == 0 and batch % (X * Z) == 0
-            rows = "sequences" if whole else "positions"
+            rows = "sequences" if divides(X * Y, batch) and divides(X * Z, batch) else "positions"
         divided = "x{}," if rows == "sequences" else "x,{}"
         outer, inner = ("zx@y", "yx@z") if vectors == "diagonal" else ("zx", "yx")
         return (divided.format("y"), "z", outer, "y"), (divided.format("z"), "y", inner, "z")

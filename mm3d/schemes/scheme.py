@@ -232,7 +232,7 @@ class Scheme(GridAlgorithm):
         Backward has the same number for each of its two gradients, with rows, inner and columns
         exchanged.
         """
-        outer, inner = cls.layouts(getattr(sizes, "example", sizes), 1, 1, **options)
+        outer, inner = cls.layouts(sizes, 1, 1, **options)
         A, C = (outer, inner) if product.way == "up" else (inner, outer)
         (A_rows, A_features), C_features = A[:2], C[1]
         rows = [c for c in divided_directions(A_rows) if c not in C_features]

@@ -6,7 +6,7 @@ each of the P ranks has 1/P of the sum.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Iterator, Sequence
 
@@ -20,7 +20,7 @@ from mm3d.schemes.closed_form import ON_FACES, Move, ProductShape
 class SpaceCosts:
     """Count words and collectives of the activations and vectors of a space, in closed form."""
 
-    grid: GridShape
+    grid: GridShape = field(compare=False)    # one of all spaces of `Words`
     # Layout, as in `mm3d.grid.activations.Space`.
     rows: str
     features: str
@@ -115,12 +115,12 @@ class Words:
             sizes = [grid[c] for c in self.scheme.directions if c in grid]    # in their order
             grid = sizes if len(sizes) == len(grid) else GridShape.from_sizes(grid)
         self.grid = self.scheme.grid_shape(grid)
-        self.scheme.check_grid(self.grid.example)
+        self.scheme.check_grid(self.grid)
         self.options = self.scheme.complete_options(options)
         self.batch, self.seq = batch, seq
         self.outer, self.inner = (
             SpaceCosts(self.grid, *letters)
-            for letters in self.scheme.layouts(self.grid.example, batch, seq, **self.options))
+            for letters in self.scheme.layouts(self.grid, batch, seq, **self.options))
 
     @property
     def tokens(self) -> int:

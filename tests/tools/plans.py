@@ -11,6 +11,7 @@ from bench.prediction.training_plans import search
 from bench.prediction.training_plans.choices import Choice, Training
 from bench.prediction.training_plans.layer_work import (Layer, LayerWork, screen_layer,
                                                         screened_work, trace_layer, traced_work)
+from bench.prediction.training_plans.screening import UNSURE_SCREENED, UNSURE_TRACED
 
 
 def training(gpt: ModelFile, gpus: int, batch: int, mib: float) -> Training:
@@ -22,12 +23,12 @@ def training(gpt: ModelFile, gpus: int, batch: int, mib: float) -> Training:
 
 class Few(search.Search):
     """A search among the plans that `likes` and `states_liked` take, so few that each can be
-    predicted exactly; without changed choices, which may be others, unless `changing`."""
+    predicted exactly; without changed choices, which may be others."""
 
     def __init__(self, asked: Training, likes: Callable[[Choice], bool],
-                 likes_state: Callable = lambda one: True, changing: bool = False) -> None:
+                 likes_state: Callable = lambda one: True) -> None:
         super().__init__(asked)
-        self.likes, self.likes_state, self.changing = likes, likes_state, changing
+        self.likes, self.likes_state = likes, likes_state
 
     def works(self):
         return filter(self.likes, super().works())
@@ -36,20 +37,27 @@ class Few(search.Search):
         return filter(self.likes_state, super().states(data))
 
     def changes(self, best):
-        return super().changes(best) if self.changing else {}
+        return {}
 
 
 def check_best(asked: search.Search) -> tuple[list, list]:
-    """Check that a search finds the best of all plans that fit, of each family the best or one
-    as fast; return all plans, predicted exactly, and those that fit."""
+    """Check that a search finds the best plan of each family that fits, and bounds none above
+    its seconds; return all plans, predicted exactly, and those that fit."""
     found = asked.run()
     every = [plan for choice in asked.choices() if (plan := asked.predicted(choice))]
     fitting = [plan for plan in every if plan.memory["all"] <= asked.limit]
     assert len(fitting) < len(every) and not asked.refused    # the memory decides
-    assert found.best.seconds == min(plan.seconds for plan in fitting)
-    assert {plan.choice.family for plan in fitting} == set(found.families)
-    assert all(search.SAME * found.families[plan.choice.family].seconds <= plan.seconds
-               for plan in fitting)
+    best = {}
+    for plan in fitting:
+        best[plan.choice.family] = min(plan.seconds, best.get(plan.choice.family, plan.seconds))
+        for work, unsure in ((asked.screened, UNSURE_SCREENED), (asked.traced, UNSURE_TRACED)):
+            bound = asked.estimator.bound(plan.choice, work(Layer.of(plan.choice)), unsure)
+            assert bound <= plan.seconds, (plan.choice, unsure)
+    assert {family: plan.seconds for family, plan in found.families.items()} == best
+    assert [*found.families] == sorted(best, key=best.__getitem__)
+    assert found.best.seconds == min(best.values())
+    assert not any(isinstance(one, search.TrainingPlan) and one.seconds < found.best.seconds
+                   for one in found.changes.values())
     return every, fitting
 
 

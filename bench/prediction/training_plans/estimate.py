@@ -11,14 +11,17 @@ from bench.prediction.pipelines.pipeline_model import mesh_strides
 from bench.prediction.pipelines.training_step import (adamw_seconds, expert_parameters,
                                                       layer_parameters, shards_of_experts,
                                                       table_seconds, unadded_seconds)
-from bench.prediction.seconds import achieved_seconds, collective_terms
+from bench.prediction.seconds import achieved_seconds, collective_terms, gemm_seconds
 from bench.prediction.training_plans.choices import Choice, Training
 from bench.prediction.training_plans.expert_work import (Copies, copies_of_experts,
                                                          gathers_of_counts)
 from bench.prediction.training_plans.layer_work import LayerBytes, LayerWork
+from mm3d.grid.activations import chunks_of
 from mm3d.grid.shape import GridShape
 from mm3d.model import cost
-from mm3d.tracing.events import Collective
+from mm3d.schemes import find_scheme
+from mm3d.schemes.closed_form import ProductShape
+from mm3d.tracing.events import Collective, Gemm
 
 # Of parameters; those of experts are beside the others of a layer.
 ARRAYS_OF_EXPERTS, ARRAYS_OF_ENDS = 4, 4
@@ -54,10 +57,10 @@ class Estimator:
         self.training = training
         self.arrays = cost.parameter_arrays(training.gpt.sizes())    # of a layer
         (self.sizes, self.moved, self.hop, self.tied, self.adamw, self.state, self.products,
-         self.counts) = map(cache, (
+         self.counts, self.head) = map(cache, (
              self._sizes, self._moved, self._hop, self._tied,
              lambda parameters: adamw_seconds(training.machine, parameters, training.dtype),
-             self._state, self._products, self._counts))
+             self._state, self._products, self._counts, self._head))
 
     def memory(self, choice: Choice, filled: LayerBytes) -> float:
         """Estimate the bytes at the peak of a rank."""
@@ -131,28 +134,75 @@ class Estimator:
                  + cost.flops_again(sizes, recompute, experts))
         return count / (training.gpus * machine.gemm_rate[training.dtype] * machine.achieved.gemm)
 
-    def seconds(self, choice: Choice, work: LayerWork, hops: bool = True) -> float:
-        """Estimate the seconds of a step; without `hops` a bound from below."""
+    def seconds(self, choice: Choice, work: LayerWork) -> float:
+        """Estimate the seconds of a step."""
         stages, strides = choice.stages, choice.strides
         sizes = self.sizes(choice.scheme, choice.grid, stages, choice.expert_parallel)
         between = self.hop(choice.scheme, choice.grid,
                            (choice.micro, -(-self.training.seq // choice.context)), choice.mesh,
-                           choice.inside) if hops and stages > 1 else (0.0, 0.0)
+                           choice.inside) if stages > 1 else (0.0, 0.0)
         total, busy = self._pipelined(choice, work, self._with_replicas(
             choice, work, sizes, strides), between)
         sums = self._last_sums(choice, sizes, strides)
         if self.training.overlap:
             sums = max(0.0, sums - busy)
-        changing = self.adamw(self._divided(choice, 1))
-        return total + sums + changing + self.tied(stages, strides["s"], sizes.parts)
+        return total + sums + self._after(choice, sizes, strides)
 
-    def alone(self, choice: Choice, work: LayerWork, again: float) -> float:
-        """Estimate the seconds of a step without hops, replicas and optimizer.
+    def bound(self, choice: Choice, work: LayerWork, unsure: int) -> float:
+        """Bound the seconds of a step from below: hops, and messages of replicas, take none.
 
-        Backward takes `again` seconds more than that of `work`.
+        `unsure` is the number of starts of kernels by which the work of a layer may be too long.
         """
-        layer = work.forward + (work.backward + again)
-        return self._pipelined(choice, work, layer, (0.0, 0.0))[0]
+        strides = choice.strides
+        sizes = self.sizes(choice.scheme, choice.grid, choice.stages, choice.expert_parallel)
+        layer = self._with_replicas(choice, work, sizes, strides, bound=True)
+        sums = 0.0 if self.training.overlap else self._last_sums(choice, sizes, strides, 0)
+        return (self._shortest(choice, work, layer, unsure) + sums
+                + self._after(choice, sizes, strides))
+
+    def _after(self, choice: Choice, sizes: StageSizes, strides: dict[str, int]) -> float:
+        """Return the seconds of the optimizer, and of the sum of a tied table's gradient."""
+        return (self.adamw(self._divided(choice, 1))
+                + self.tied(choice.stages, strides["s"], sizes.parts))
+
+    def alone(self, choice: Choice, work: LayerWork, again: float, unsure: int) -> float:
+        """Bound the seconds of a step without replicas and optimizer from below.
+
+        Backward takes `again` seconds more than that of `work`; `unsure` is as of `bound`.
+        """
+        return self._shortest(choice, work, work.forward + work.backward + again, unsure)
+
+    def _shortest(self, choice: Choice, work: LayerWork, layer: float, unsure: int) -> float:
+        """Bound the seconds of all stages from below.
+
+        A stage begins after a forward of those before it, and they end after their backward; but
+        where W is apart, only if it runs its own last.
+        """
+        micro, stages = self.training.microbatches(choice), choice.stages
+        sizes = self.sizes(choice.scheme, choice.grid, stages, choice.expert_parallel)
+        first, last, every = sizes.layers
+        machine, unadded = self.training.machine, self._unadded(choice)
+        layer -= unsure * machine.launch_seconds / machine.achieved.latency
+        if stages == 1:
+            return micro * (every * layer + sum(work.ends)) - unadded
+        head = self.head(choice.scheme, choice.grid, choice.micro, choice.context)
+        place = every - last * stages - 1    # the last stage with one layer more
+        passes = [(layer, layer)]    # of a stage, and of those before it
+        if choice.schedule == "zb-h1":
+            passes = [(layer, work.forward), (layer - work.weights, layer - work.weights)]
+        return max(micro * (count * own + more) + before * others / choice.chunks
+                   for own, others in passes for before, count, more in (
+                       (every - last, last, head), (max(0, place) * first, first, 0.0))
+                   ) - unadded
+
+    def _head(self, scheme: str, grid: GridShape, micro: int, context: int) -> float:
+        """Return the seconds of the products of the head for a micro-batch, backward too."""
+        training, machine = self.training, self.training.machine
+        rows = micro * sum(map(len, chunks_of(training.seq, context, 0)))
+        shape = ProductShape("up", rows, training.gpt.hidden, training.gpt.vocab)
+        return 3 / machine.achieved.gemm * sum(
+            one.count * gemm_seconds(machine, Gemm(1, *one[:3], training.dtype))
+            for one in find_scheme(scheme).local_products(grid, shape))
 
     def _divided(self, choice: Choice, zero: int) -> float:
         """Return the parameters of the stage with the most, divided from a stage of ZeRO on."""
@@ -192,8 +242,12 @@ class Estimator:
         return total - self._unadded(choice), min(busy)
 
     def _with_replicas(self, choice: Choice, work: LayerWork, sizes: StageSizes,
-                       strides: dict[str, int]) -> float:
-        """Return the seconds of a layer with what ZeRO 2 and 3 move, and counts of choices."""
+                       strides: dict[str, int], bound: bool = False) -> float:
+        """Return the seconds of a layer with what ZeRO 2 and 3 move, and counts of choices.
+
+        With `bound` at least: no message takes any, and what is recomputed is not gathered again,
+        as the last product is not.
+        """
         over = [0.0, 0.0]
         if self.training.gpt.experts:
             over[0] += self.counts(choice.expert_parallel, self._copies(
@@ -201,11 +255,11 @@ class Estimator:
         for copies, words, arrays in self._copies(choice, strides, (
                 sizes.of_layer, sizes.of_experts)) if choice.zero > 1 else ():
             if copies.shards > 1:
-                where = copies.shards, copies.near, words, arrays
+                where = copies.shards, copies.near, words, arrays * (not bound)
                 gathered = self.moved("all_gather", *where) * (choice.zero == 3)
                 over[0] += gathered
                 over[1] += (self.moved("reduce_scatter", *where)
-                            + gathered * (1 + (choice.recompute == "full")))
+                            + gathered * (1 + (choice.recompute == "full" and not bound)))
         both = (work.forward, over[0]), (work.backward, over[1])
         return sum(map(max if self.training.overlap else sum, both))
 
@@ -224,11 +278,15 @@ class Estimator:
         return [(whole, words[0], self.arrays - (ARRAYS_OF_EXPERTS - 1) / every),
                 (own, words[1], ARRAYS_OF_EXPERTS / every)]
 
-    def _last_sums(self, choice: Choice, sizes: StageSizes, strides: dict[str, int]) -> float:
-        """Return the seconds of sums over replicas, and of gathers, at the end of a step."""
+    def _last_sums(self, choice: Choice, sizes: StageSizes, strides: dict[str, int],
+                   messages: int = 1) -> float:
+        """Return the seconds of sums over replicas, and of gathers, at the end of a step.
+
+        Each array takes as many `messages`, in those of one.
+        """
         found = 0.0
         for copies, words, arrays in self._copies(choice, strides, sizes.most):
-            arrays = arrays * sizes.layers[0] + ARRAYS_OF_ENDS
+            arrays = messages * (arrays * sizes.layers[0] + ARRAYS_OF_ENDS)
             for kind, moves in (("reduce_scatter", choice.zero < 2),
                                 ("all_gather", choice.zero < 3)):
                 if moves and copies.shards > 1:

@@ -5,8 +5,8 @@ import itertools
 from copy import copy
 from dataclasses import replace
 from functools import cache
-from operator import itemgetter, le
-from typing import Callable, Iterable, Iterator, Self
+from operator import itemgetter
+from typing import Any, Callable, Iterable, Iterator, Self
 
 import numpy as np
 
@@ -14,21 +14,19 @@ from bench.errors import UsageError, as_usage_error
 from bench.prediction.closed_form_plan import collective_price
 from bench.prediction.layer_blocks import LayerKind
 from bench.prediction.training_plans.choices import MOST_ACTIONS, Choice, Training
-from bench.prediction.training_plans.dimensions import FIRST, OF_STATE, OF_WORK, list_choices
+from bench.prediction.training_plans.dimensions import (
+    FIRST, OF_STATE, OF_WORK, describe, list_choices)
 from bench.prediction.training_plans.estimate import Estimator, Held
 from bench.prediction.training_plans.layer_work import (Layer, Layers, LayerWork, layer_bytes,
                                                         screened_work, traced_work, words_of)
 from mm3d.grid.shape import GridShape
 
-KEPT = 100          # plans of a family that are looked at, by closed forms the fastest
-REFINED = 24        # that fit by dry runs of a layer, in all
-OF_FAMILY = 4       # the same, of each family
-CERTAIN = 1.1       # of an estimate by closed forms: up to this a plan is as good as those after
 SLACK = 1.15        # of memory, by closed forms
 TRACED_SLACK = 1.02    # by dry runs of a layer
 LEAST_AGAIN = 0.6   # of forward, that backward repeats with the recomputation of all of a layer
-# What is known of a plan: a bound of all its work, of its layers, of all but hops; the estimate.
-LISTED, ALONE, PLACED, ESTIMATED = range(4)
+# Starts of kernels in a layer, of which those of attention are counted for each, and not once in
+# a stage; and by how many closed forms may be too long.
+UNSURE_TRACED, UNSURE_SCREENED = 3, 20
 
 INFINITE = float("inf")
 by_first = itemgetter(0)
@@ -110,7 +108,18 @@ class Screening:
         return list_choices(self.training, OF_STATE, FIRST._replace(data=data))
 
     def screen(self) -> dict[str, Iterator[Scored]]:
-        """Return the `KEPT` best plans of each family by closed forms, the fastest first.
+        """Return the plans of each family that may fit, by closed forms the fastest first.
+
+        Raises UsageError when there are none.
+        """
+        def estimated(choice: Choice) -> list[Scored]:
+            return [(self.estimator.seconds(choice, self.screened(Layer.of(choice))), choice)]
+        return {family: refined(plans, estimated) for family, plans in self.bounded().items()}
+
+    def bounded(self) -> dict[str, Iterator[Scored]]:
+        """Return the plans of each family that may fit by closed forms, in every place.
+
+        They come with bounds of their seconds from below, which ascend.
 
         Raises UsageError when there are none.
         """
@@ -132,7 +141,8 @@ class Screening:
             raise UsageError(self._no_mesh())
         if not bounded:
             raise UsageError(self.too_large())
-        return {family: itertools.islice(self._fastest(ordered(plans)), KEPT)
+        return {family: refined(refined(((bound, (work, states)) for bound, work, states
+                                         in ordered(plans)), self._alone), self._in_places)
                 for family, plans in bounded.items()}
 
     def _split(self, work: Choice, held: Held, limit: float) -> tuple[States, float]:
@@ -191,101 +201,38 @@ class Screening:
             found.setdefault(work._replace(zero=one.zero).family, []).append(one)
         return {family: tuple(some) for family, some in found.items()}
 
-    def _fastest(self, plans: list[Bounded]) -> Iterator[Scored]:
-        """Yield the fastest of some plans, for each division of work and stage of ZeRO one.
-
-        The plan with the lowest bound is bounded anew: by its layers alone, then in every place
-        by all but hops, which take the longest to price; at last it is estimated.  It is yielded
-        once no bound is lower, so none is estimated that is never asked for.
-        """
-        heap: list = [(bound, LISTED, number, 0, work, states)
-                      for number, (bound, work, states) in enumerate(plans)]    # ascending
-        yielded: set[tuple[int, int]] = set()
-        while heap:
-            bound, known, number, place, choice, rest = heapq.heappop(heap)
-            if known == LISTED:
-                self.progress(f"{choice.family}: {number} of {len(plans)} ways to divide the work "
-                              f"estimated")
-                heapq.heappush(heap, (self._alone(choice), ALONE, number, 0, choice, rest))
-            elif known == ALONE:
-                every = (self._in_places(choice._replace(zero=one.zero, shards=one.shards),
-                                         self.screened) for one in rest)
-                for place, (bound, one, work) in enumerate(itertools.chain.from_iterable(every)):
-                    heapq.heappush(heap, (bound, PLACED, number, place, one, work))
-            elif (number, choice.zero) in yielded:
-                continue
-            elif known == PLACED:
-                heapq.heappush(heap, (self.estimator.seconds(choice, rest), ESTIMATED, number,
-                                      place, choice, None))
-            else:
-                yielded.add((number, choice.zero))
-                yield bound, choice
-
-    def _alone(self, choice: Choice) -> float:
-        """Return a bound of the seconds from below: layers alone, in their best place."""
+    def _alone(self, plans: tuple[Choice, States]) -> list[tuple[float, tuple[Choice, States]]]:
+        """Bound the seconds of layers alone from below, in their best place."""
+        choice, _ = plans
+        self.progress(f"{choice.family}: {describe(choice)}")
         full = choice.recompute == "full"
-        return min(self.estimator.alone(choice, work, LEAST_AGAIN * work.forward * full)
-                   for work in self.placed(choice._replace(recompute="none", schedule="1f1b")))
+        return [(min(self.estimator.alone(choice, work, LEAST_AGAIN * work.forward * full,
+                                          UNSURE_SCREENED) for work in self.placed(
+            choice._replace(recompute="none", schedule="1f1b"))), plans)]
 
     def _in_every_place(self, choice: Choice) -> list[LayerWork]:
-        """Price the layers of a division of work in each place on the nodes, or in the best alone.
-        """
+        """Price the layers of a division of work in each place on the nodes."""
         states = [choice._replace(shards=one) for one in self.training.shards(
             choice._replace(zero=1))]
-        found = [*map(self.screened, {Layer.of(one._replace(inside=inside)) for one in states
-                                      for inside in self.training.insides(one)})]
-        parts = [(one.forward, one.backward, *one.ends) for one in found]
-        least = min(parts, key=sum)
-        best = all(all(map(le, least, one)) for one in parts)    # in each part
-        return [found[parts.index(least)]] if best else found
+        return [*map(self.screened, {Layer.of(one._replace(inside=inside)) for one in states
+                                     for inside in self.training.insides(one)})]
 
-    def _in_places(self, choice: Choice, priced: Callable[[Layer], LayerWork]
-                   ) -> Iterator[tuple[float, Choice, LayerWork]]:
-        """Yield a plan in each place on the nodes, with a bound of its seconds, and its work."""
-        for inside in self.training.insides(choice):
-            one = choice._replace(inside=inside) if inside else choice
-            work = priced(Layer.of(one))
-            yield self.estimator.seconds(one, work, hops=False), one, work
+    def _in_places(self, plans: tuple[Choice, States]) -> Iterator[Scored]:
+        """Bound the seconds of plans in each place on the nodes from below, by closed forms."""
+        work, states = plans
+        for one in states:
+            choice = work._replace(zero=one.zero, shards=one.shards)
+            for inside in self.training.insides(choice):
+                placed = choice._replace(inside=inside) if inside else choice
+                yield self.estimator.bound(placed, self.screened(Layer.of(placed)),
+                                           UNSURE_SCREENED), placed
 
-    def _placed(self, choice: Choice) -> Scored:
-        """Return the fastest place of a plan on the nodes by dry runs of a layer."""
-        return min(((self.estimator.seconds(one, work), one)
-                    for _, one, work in self._in_places(choice, self.traced)), key=by_first)
-
-    def refine(self, families: dict[str, Iterable[Scored]]) -> dict[str, list[Scored]]:
-        """Return the best plans that fit, by dry runs of a layer, of all and of each family."""
-        found: dict[str, list[Scored]] = {family: [] for family in families}
-        total = 0
-
-        def enough(family: str, seconds: float) -> bool:
-            return total >= REFINED and OF_FAMILY <= sum(
-                one <= CERTAIN * seconds for one, _ in found[family])
-
-        def wanted(family: str) -> Iterator[Scored]:
-            for seconds, choice in families[family]:
-                yield seconds, choice
-                if enough(family, seconds):
-                    return
-        for seconds, choice in heapq.merge(*map(wanted, families), key=by_first):
-            if not enough(choice.family, seconds):
-                scored = self.scored(choice)
-                found[choice.family] += scored
-                total += bool(scored)
-        return {family: ordered(plans) for family, plans in found.items()}
-
-    def scored(self, choice: Choice) -> list[Scored]:
-        """Estimate a plan that is not too large by dry runs of a layer.
-
-        It has the shards, and the place on the nodes, that are the best for it; beside it is the
-        plan with all shards in the order of the mesh.
-        """
-        every = [choice._replace(shards=one) for one in self.training.shards(choice)]
-        fitting = [one for one in every if self.may_fit(one)]
-        plain = [one._replace(inside="") for one in fitting if one.shards is None]
-        found = [*[(self.estimator.seconds(one, self.traced(Layer.of(one))), one)
-                   for one in plain],
-                 *ordered(map(self._placed, fitting))[:1]]
-        return [*dict.fromkeys(ordered(found))]
+    def traced_bound(self, choice: Choice) -> list[Scored]:
+        """Bound the seconds of a plan from below by dry runs of a layer; nothing if too large."""
+        if not self.may_fit(choice):
+            return []
+        return [(self.estimator.bound(choice, self.traced(Layer.of(choice)), UNSURE_TRACED),
+                 choice)]
 
     def may_fit(self, choice: Choice) -> bool:
         """Return whether a plan fits by dry runs of a layer, or almost."""
@@ -318,6 +265,26 @@ class Screening:
         return (f"--gpus {training.gpus} --batch {training.batch} --model {gpt.name}: no mesh of "
                 f"so many GPUs has replicas that divide the batch, at most {gpt.layers} stages, "
                 f"and grids that divide {gpt.heads} heads and {gpt.hidden} features{would}")
+
+
+def refined(bounded: Iterable[tuple[float, Any]],
+            refine: Callable[[Any], Iterable[tuple[float, Any]]]) -> Iterator[tuple[float, Any]]:
+    """Yield what `refine` makes of items, the lowest numbers first.
+
+    Items come with bounds of these numbers from below, which ascend; `refine` returns any number
+    of others with their numbers.  None is refined before its bound is the lowest number.
+    """
+    heap: list[tuple[float, int, Any]] = []
+    made = itertools.count()
+    for bound, item in bounded:
+        while heap and heap[0][0] <= bound:
+            number, _, found = heapq.heappop(heap)
+            yield number, found
+        for number, found in refine(item):
+            heapq.heappush(heap, (number, next(made), found))
+    while heap:
+        number, _, found = heapq.heappop(heap)
+        yield number, found
 
 
 def ordered(plans: Iterable) -> list:

@@ -1,8 +1,8 @@
 """Search the fastest plans of a training that fit the memory of its GPUs.
 
-Closed forms estimate all plans (`bench.prediction.training_plans.layer_work`).  The best of each
-family are estimated again by dry runs of one layer, and the best of these predicted exactly, by
-dry runs of a step: only these are returned.
+Closed forms (`bench.prediction.training_plans.layer_work`) bound the seconds of all plans from
+below, and dry runs of one layer bound more closely those that could be the fastest of a family.
+What could be so still is predicted exactly, by dry runs of a step: only these are returned.
 """
 
 import time
@@ -18,12 +18,10 @@ from bench.prediction.pipelines.training_step import (TrainingStep, memory_by_ki
 from bench.prediction.training_plans.choices import Choice, Training
 from bench.prediction.training_plans.dimensions import changed, describe, searched
 from bench.prediction.training_plans.layer_work import Layer, Layers
-from bench.prediction.training_plans.screening import OF_FAMILY, SLACK, Screening, ordered
+from bench.prediction.training_plans.screening import SLACK, Scored, Screening, ordered, refined
 
-EXACT = 8           # predicted exactly, in all
-TRIES = 4           # of a family, or of a changed choice, until one fits
+TRIES = 4           # of a changed choice, until one fits
 NEAR = 0.95         # of the memory of one end of a pipeline, by which the other needs no dry run
-SAME = 1 - 1e-9     # of seconds: more is a plan that is as fast
 SURE = 0.95         # of memory, up to which that of a layer needs no dry run of a step
 
 
@@ -73,7 +71,7 @@ class Found:
     Attributes
     ----------
     best : TrainingPlan
-        The fastest plan that fits; none of `changes` is faster.
+        The fastest plan that fits.
     families : dict of str to TrainingPlan
         The fastest of each family that fits, the fastest first.
     unfit : list of TrainingPlan
@@ -127,27 +125,13 @@ class Search(Screening):
         Raises UsageError when there is no plan, or none fits.
         """
         start = time.perf_counter()
-        refined = self.refine(self.screen())
-        every = ordered(one for plans in refined.values() for one in plans)[:EXACT]
-        best: dict[str, TrainingPlan] = {}
-        exact = [plan for _, choice in every if (plan := self.predicted(choice)) is not None]
-        tried = [(self.predicted(choice) for _, choice in plans[:TRIES])
-                 for plans in refined.values()]
-        for plans in (sorted(exact, key=lambda one: one.seconds), *tried):
-            plan = self._first_fitting(plans)
-            if plan is not None:
-                best.setdefault(plan.choice.family, plan)
+        best = {family: plan for family, plans in self.bounded().items()
+                if (plan := self._fastest(plans)) is not None}
         if not best:
             raise UsageError(self.too_large() if self.unfit or not self.refused
                              else self._none_runs())
         fastest = min(best.values(), key=lambda one: one.seconds)
         changes = self.changes(fastest)
-        while better := [one for one in changes.values() if isinstance(one, TrainingPlan)
-                         and one.seconds < SAME * fastest.seconds
-                         and one.memory["all"] <= self.limit]:    # which estimates left out
-            fastest = min(better, key=lambda one: one.seconds)
-            best[fastest.choice.family] = fastest
-            changes = self.changes(fastest)
         families = dict(sorted(best.items(), key=lambda one: one[1].seconds))
         self.counts["exact"] = self.exact.cache_info().currsize
         return Found(fastest, families, self.unfit, changes, self.refused, self.counts,
@@ -168,17 +152,17 @@ class Search(Screening):
         """Return the result of `_cheapest` for each dimension."""
         return {name: self._cheapest(name, best.choice) for name in searched(self.training)}
 
-    def _first_fitting(self, plans: Iterable[TrainingPlan | None]) -> TrainingPlan | None:
-        """Return the first plan that fits, by a dry run of a step."""
-        for plan in plans:
-            if plan is None:
-                continue
+    def _fastest(self, plans: Iterable[Scored]) -> TrainingPlan | None:
+        """Return the fastest of the plans that fit by a dry run of a step, given by bounds."""
+        def exact(choice: Choice) -> list[tuple[float, TrainingPlan]]:
+            plan = self.predicted(choice)
+            return [] if plan is None else [(plan.seconds, plan)]
+        for _, plan in refined(refined(plans, self.traced_bound), exact):
             self.progress(f"running a step dry: {describe(plan.choice)}")
             if plan.memory["all"] <= self.limit:
                 return plan
             self.least = min(self.least, plan.memory["all"])
-            if plan not in self.unfit:
-                self.unfit.append(plan)
+            self.unfit.append(plan)
         return None
 
     def _none_runs(self) -> str:
@@ -221,7 +205,7 @@ class Search(Screening):
                 screened.append((self.estimator.seconds(
                     choice, self.screened(Layer.of(choice))), choice))
         refined = [(self.estimator.seconds(choice, self.traced(Layer.of(choice))), choice)
-                   for _, choice in ordered(screened)[:OF_FAMILY] if self.may_fit(choice)]
+                   for _, choice in ordered(screened)[:TRIES] if self.may_fit(choice)]
         for _, choice in ordered(refined)[:TRIES]:
             plan = self.predicted(choice)
             if plan is not None and self._fits(plan):

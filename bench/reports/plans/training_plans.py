@@ -8,7 +8,6 @@ from bench.document import Cell, Column, Notes, Part, Table, number_cell
 from bench.prediction.pipelines.training_step import SHARES
 from bench.prediction.training_plans.choices import Choice, Training
 from bench.prediction.training_plans.dimensions import DIMENSIONS, inside_nodes, pruned
-from bench.prediction.training_plans.screening import KEPT
 from bench.prediction.training_plans.search import Found, TrainingPlan
 
 GIB = 2 ** 30
@@ -161,10 +160,10 @@ def remarks(training: Training, found: Found) -> Notes:
     first = next(iter(found.refused.items()), None)
     return Notes("Remarks", [
         f"{counts['candidates']} plans, {counts['too large']} of them too large for "
-        f"{training.machine.memory_bytes / GIB:.3g} GiB by closed forms; of the others these "
-        f"estimate, in every place on the nodes, those whose lower bounds are low enough, at most "
-        f"{KEPT} of a family; {counts['layers']} layers and {counts['exact']} steps run dry, in "
-        f"{found.seconds:.1f} s",
+        f"{training.machine.memory_bytes / GIB:.3g} GiB by closed forms; these, and dry runs of "
+        f"{counts['layers']} layers, bound the seconds of the others from below, in every place "
+        f"on the nodes; {counts['exact']} steps run dry, of all that could be the fastest of "
+        f"their family, in {found.seconds:.1f} s",
         f"not searched: {pruned(training)}",
         *([f"the library refused {len(found.refused)} plans that were to be predicted; the first, "
            f"{first[0]}: {first[1]}"] if first else []),

@@ -94,7 +94,7 @@ def _shared_moves(of: Words, sizes: ModelSizes, design: ExpertDesign,
 def _count_moves(of: Words, n: int) -> Moves:
     """List the gathers of n integers of each rank's run of tokens."""
     sequences, positions = Layout(of.outer.rows).dims
-    runs = of.batch if of.grid.ranks_along(positions) > 1 else of.grid.ranks_along(sequences)
+    runs = of.batch if {*positions} & {*of.grid.divided} else of.grid.ranks_along(sequences)
     # Before each gather a rank holds what the directions not yet gathered leave of all runs.
     held = n * runs * of.grid.ranks // of.grid.ranks_along(sequences)
     found = []
