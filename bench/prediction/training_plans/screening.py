@@ -268,16 +268,18 @@ class Screening:
 
 
 def refined(bounded: Iterable[tuple[float, Any]],
-            refine: Callable[[Any], Iterable[tuple[float, Any]]]) -> Iterator[tuple[float, Any]]:
+            refine: Callable[[Any], Iterable[tuple[float, Any]]],
+            doubt: float = 0) -> Iterator[tuple[float, Any]]:
     """Yield what `refine` makes of items, the lowest numbers first.
 
     Items come with bounds of these numbers from below, which ascend; `refine` returns any number
-    of others with their numbers.  None is refined before its bound is the lowest number.
+    of others with their numbers.  None is refined before its bound is the lowest number; with a
+    `doubt` of .01 none whose bound is not 1 % below the lowest.
     """
     heap: list[tuple[float, int, Any]] = []
     made = itertools.count()
     for bound, item in bounded:
-        while heap and heap[0][0] <= bound:
+        while heap and heap[0][0] * (1 - doubt) <= bound:
             number, _, found = heapq.heappop(heap)
             yield number, found
         for number, found in refine(item):

@@ -15,11 +15,12 @@ from bench.prediction.pipelines.pipeline_model import PipelineModel
 from bench.prediction.pipelines.pipeline_seconds import fullest_stage
 from bench.prediction.pipelines.training_step import (TrainingStep, memory_by_kind, model_flops,
                                                       predict_step)
-from bench.prediction.training_plans.choices import Choice, Training
+from bench.prediction.training_plans.choices import FEW_GPUS, Choice, Training
 from bench.prediction.training_plans.dimensions import changed, describe, searched
 from bench.prediction.training_plans.layer_work import Layer, Layers
 from bench.prediction.training_plans.screening import SLACK, Scored, Screening, ordered, refined
 
+DOUBT = 0.01        # of the seconds of a family's best, on more than `FEW_GPUS`
 TRIES = 4           # of a changed choice, until one fits
 NEAR = 0.95         # of the memory of one end of a pipeline, by which the other needs no dry run
 SURE = 0.95         # of memory, up to which that of a layer needs no dry run of a step
@@ -85,6 +86,8 @@ class Found:
         Plans that are "candidates", "too large" by closed forms, "layers" and "exact".
     seconds : float
         Of the search.
+    doubt : float
+        By how much of its seconds the best of a family may be slower than the fastest.
     """
 
     best: TrainingPlan
@@ -94,6 +97,7 @@ class Found:
     refused: dict[str, str]
     counts: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
+    doubt: float = 0.0
 
 
 class Search(Screening):
@@ -101,6 +105,8 @@ class Search(Screening):
 
     Attributes
     ----------
+    doubt : float
+        As of `Found`.
     exact : callable
         Predicts a plan exactly, or returns why the library refuses it.
     unfit : list of TrainingPlan
@@ -112,6 +118,7 @@ class Search(Screening):
     def __init__(self, training: Training, progress: Callable[[str], None] = lambda line: None,
                  layers: Layers | None = None) -> None:
         super().__init__(training, progress, layers)
+        self.doubt = DOUBT * (training.gpus > FEW_GPUS)
         self.exact = cache(self._exact)
 
     def _begin(self, progress: Callable[[str], None]) -> None:
@@ -135,7 +142,7 @@ class Search(Screening):
         families = dict(sorted(best.items(), key=lambda one: one[1].seconds))
         self.counts["exact"] = self.exact.cache_info().currsize
         return Found(fastest, families, self.unfit, changes, self.refused, self.counts,
-                     time.perf_counter() - start)
+                     time.perf_counter() - start, self.doubt)
 
     def nearest(self, most: int) -> list[TrainingPlan]:
         """Return plans that do not fit, those that lack the least first.
@@ -157,7 +164,7 @@ class Search(Screening):
         def exact(choice: Choice) -> list[tuple[float, TrainingPlan]]:
             plan = self.predicted(choice)
             return [] if plan is None else [(plan.seconds, plan)]
-        for _, plan in refined(refined(plans, self.traced_bound), exact):
+        for _, plan in refined(refined(plans, self.traced_bound), exact, self.doubt):
             self.progress(f"running a step dry: {describe(plan.choice)}")
             if plan.memory["all"] <= self.limit:
                 return plan

@@ -163,7 +163,7 @@ def remarks(training: Training, found: Found) -> Notes:
         f"{training.machine.memory_bytes / GIB:.3g} GiB by closed forms; these, and dry runs of "
         f"{counts['layers']} layers, bound the seconds of the others from below, in every place "
         f"on the nodes; {counts['exact']} steps run dry, of all that could be the fastest of "
-        f"their family, in {found.seconds:.1f} s",
+        f"their family{f' by {found.doubt:.0%}' * bool(found.doubt)}, in {found.seconds:.1f} s",
         f"not searched: {pruned(training)}",
         *([f"the library refused {len(found.refused)} plans that were to be predicted; the first, "
            f"{first[0]}: {first[1]}"] if first else []),

@@ -75,6 +75,18 @@ def test_the_best_plan_is_that_of_all_predicted_exactly(gpus, batch, mib):
         assert asked.may_fit(plan.choice)
 
 
+def test_a_doubt_saves_numbers_that_differ_by_less():
+    bounded = [(bound, bound) for bound in (10, 10.05, 10.2, 99)]
+
+    def first(doubt: float) -> tuple[float, int]:
+        refined = []
+        found = next(screening.refined(bounded, lambda bound: refined.append(bound) or [
+            (bound + .15 * (bound == 10), bound)], doubt))
+        return found[1], len(refined)
+    assert [first(doubt) for doubt in (0, .001, .01, .02)] == [
+        (10.05, 2), (10.05, 2), (10, 1), (10, 1)]
+
+
 def test_a_family_of_3d_divides_several_directions():
     """1 x P x 1 is 1d-sp, and the others of one direction are a family of their own."""
     for places in (2, 4, 6):
