@@ -21,7 +21,7 @@ from bench.prediction.pipelines.waited_step import find_machine
 from jobs import fitting, scripts, single, site as sites, slurm, standings
 from jobs.collect import collect, format_standing
 from jobs.own_options import list_verb_problems
-from jobs.scripts import Row, Work
+from jobs.scripts import Work
 from jobs.standings import DONE, UNCLEAR, UNDER_WAY
 from mm3d.config import Division
 from mm3d.console import complain, protect, say
@@ -99,7 +99,7 @@ VERBS = {
               "as many jobs as go on one after the other", add_single)}
 
 
-def work_and_cases(arguments) -> tuple[Work, list[Row]]:
+def work_and_cases(arguments) -> tuple[Work, list[combined.AnyCase]]:
     """Read the work and the cases from the command line.
 
     Raises
@@ -121,7 +121,7 @@ def work_and_cases(arguments) -> tuple[Work, list[Row]]:
                 arguments.recompute, machine_of(arguments, site) if trains else None), cases
 
 
-def table_cases(arguments, site: sites.Site) -> list[Row]:
+def table_cases(arguments, site: sites.Site) -> list[combined.AnyCase]:
     """List the cases of the paper's tables that the options choose."""
     if arguments.machine:
         raise UsageError(f"--machine {arguments.machine}: only rows of --table {combined.TABLE} "
@@ -147,7 +147,7 @@ def table_cases(arguments, site: sites.Site) -> list[Row]:
     return [make_case(row, arguments.preset, variant) for row in chosen]
 
 
-def training_cases(arguments, site: sites.Site) -> list[Row]:
+def training_cases(arguments, site: sites.Site) -> list[combined.AnyCase]:
     """List all rows of ``--table combined``, whose ranks compute."""
     combined.refuse_options(vars(arguments), ("preset", "machine"))
     if arguments.preset not in combined.PRESETS:
@@ -170,7 +170,7 @@ def machine_of(arguments, site: sites.Site) -> str | None:
     return str(Path(name).absolute()) if Path(name).suffix == ".toml" else name
 
 
-def foretold(work: Work, cases: list[Row]) -> list[str]:
+def foretold(work: Work, cases: list[combined.AnyCase]) -> list[str]:
     """Say which machine predicts the trainings on so many ranks, or why none does."""
     ranks: dict[str, list[int]] = {}
     for count in sorted({one.ranks for one in cases if isinstance(one, combined.TrainingCase)}):
@@ -181,7 +181,7 @@ def foretold(work: Work, cases: list[Row]) -> list[str]:
     return [f"rows of {texts(counts)} ranks: {what}" for what, counts in ranks.items()]
 
 
-def render(work: Work, cases: list[Row], arguments) -> None:
+def render(work: Work, cases: list[combined.AnyCase], arguments) -> None:
     """Write the script of every row, and of the last job."""
     single.make_folders(work)
     for one in cases:
@@ -203,7 +203,7 @@ def texts(numbers: list[int] | None) -> str:
     return ",".join(map(str, numbers or ()))
 
 
-def overview(work: Work, cases: list[Row]) -> str:
+def overview(work: Work, cases: list[combined.AnyCase]) -> str:
     """Make the table of the resources of each row."""
     site = work.site
     lines = [[one.title, one.ranks, scripts.count_nodes(site, one.ranks),
@@ -219,7 +219,7 @@ def overview(work: Work, cases: list[Row]) -> str:
     return format_text([Table("Jobs", columns, lines)])
 
 
-def submit(work: Work, cases: list[Row], arguments) -> int:
+def submit(work: Work, cases: list[combined.AnyCase], arguments) -> int:
     """Submit the missing rows, then the last job; 1 if a row was refused, or cannot be judged."""
     with standings.locked(work):
         render(work, cases, arguments)
@@ -239,7 +239,7 @@ def submit(work: Work, cases: list[Row], arguments) -> int:
             *[f"commit {standings.present_source()}; a job runs the source as it is when it "
               "starts"] * bool(due))
         new: list[str] = []
-        groups: dict[int | str, list[Row]] = {}
+        groups: dict[int | str, list[combined.AnyCase]] = {}
         for one in due:
             groups.setdefault(one.ranks if arguments.array else one.name, []).append(one)
         try:
@@ -254,7 +254,7 @@ def submit(work: Work, cases: list[Row], arguments) -> int:
     return int(bool(refused or unclear))
 
 
-def submit_group(work: Work, group: list[Row], array: bool) -> list[str]:
+def submit_group(work: Work, group: list[combined.AnyCase], array: bool) -> list[str]:
     """Submit rows as a job array, or one as a job; return their jobs."""
     if not array:
         jobs = [slurm.submit(work.script(group[0].name))]
@@ -281,7 +281,7 @@ def submit_collect(work: Work, jobs: list[str]) -> str:
     return f"job {last} collects when they have ended"
 
 
-def test_only(work: Work, cases: list[Row], arguments) -> int:
+def test_only(work: Work, cases: list[combined.AnyCase], arguments) -> int:
     """Ask Slurm whether it would take each script; 1 if it would refuse one."""
     render(work, cases, arguments)
     refused = 0
@@ -294,7 +294,7 @@ def test_only(work: Work, cases: list[Row], arguments) -> int:
     return int(bool(refused))
 
 
-def show_status(work: Work, cases: list[Row]) -> int:
+def show_status(work: Work, cases: list[combined.AnyCase]) -> int:
     """Print the state of all jobs; return 1 where a queue is silent, else 0."""
     queue = standings.read_queue(work)
     found = standings.list_standings(work, cases, queue)

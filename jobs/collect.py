@@ -2,16 +2,17 @@
 
 from pathlib import Path
 
+from bench.cases.combined import AnyCase
 from bench.records import atomic, journal, merged, run_file
 from bench.records.notes import counted
 from bench.reports.finish import write_tables_and_figures
 from jobs import standings
-from jobs.scripts import Row, Work
+from jobs.scripts import Work
 from jobs.standings import DONE, Standing
 from mm3d.console import complain, say
 
 
-def collect(work: Work, cases: list[Row]) -> int:
+def collect(work: Work, cases: list[AnyCase]) -> int:
     """Collect and merge results, print a summary, draw the figures, and name missing rows.
 
     The merged file lies beside the scripts, since tables and figures read every file of the
@@ -53,7 +54,7 @@ def collect(work: Work, cases: list[Row]) -> int:
     return run_file.report_left_out(left_out) or int(bool(missing or unread))
 
 
-def _results(work: Work, cases: list[Row]) -> list[Path]:
+def _results(work: Work, cases: list[AnyCase]) -> list[Path]:
     """List the readable files of rows."""
     return [path for one in cases for path, _ in standings.read_results(work, one)[0]]
 

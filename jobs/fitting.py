@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from bench.cases.case import Case, row_stack
-from bench.cases.combined import TrainingCase
+from bench.cases.combined import AnyCase, TrainingCase
 from bench.cases.variants import DTYPES_16_BIT, PLAIN_DTYPE, Variant
 from bench.prediction import memory_fit
 from bench.prediction.pipelines.pipeline_model import PipelineModel
@@ -51,7 +51,7 @@ def rank_memory(site: Site, ranks: int) -> int | None:
     return None
 
 
-def fit_row(site: Site, case: Case | TrainingCase, recompute: str | None = None) -> RowFit:
+def fit_row(site: Site, case: AnyCase, recompute: str | None = None) -> RowFit:
     """Decide whether a row fits the site, with `recompute` or the least recomputation that fits.
 
     A training has the recomputation of its own.

@@ -14,8 +14,7 @@ from typing import Any
 import jinja2
 import msgspec
 
-from bench.cases.case import Case
-from bench.cases.combined import TrainingCase
+from bench.cases.combined import AnyCase, TrainingCase
 from bench.errors import UsageError
 from jobs.environment import Part, split_value
 from jobs.fitting import RowFit, dry_options, fit_row, rank_memory
@@ -24,7 +23,6 @@ from mm3d import launcher
 from mm3d.arrays.device_choice import ORDER_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[1]    # where python -m bench finds its source
-Row = Case | TrainingCase
 STOPPING = ("run", "train")                   # verbs with a --stop-file
 UNDECODED = frozenset(map(chr, range(0xdc80, 0xdd00)))    # bytes of a name that are no UTF-8
 MODE = 0o777                                  # permissions of a script, less the umask
@@ -68,7 +66,7 @@ class Work:
         """Return the folder of scripts, logs and bookkeeping."""
         return self.out / "jobs"
 
-    def fit(self, case: Row) -> RowFit:
+    def fit(self, case: AnyCase) -> RowFit:
         """Decide how a row fits the memory of the site's ranks."""
         return fit_row(self.site, case, self.recompute)
 
@@ -80,7 +78,7 @@ class Work:
         """Return the path of their script."""
         return self.folder / f"{name}.sh"
 
-    def inside_of(self, case: Row) -> str:
+    def inside_of(self, case: AnyCase) -> str:
         """Return the direction of the grid that stays inside a node; "-" for a training's mesh."""
         if isinstance(case, TrainingCase):
             return "-"
@@ -217,7 +215,7 @@ def launch_command(site: Site, ranks: int) -> list[str]:
             *site.launch.options]
 
 
-def row_script(work: Work, case: Row) -> str:
+def row_script(work: Work, case: AnyCase) -> str:
     """Write the script that measures one row."""
     site, memory = work.site, []
     if isinstance(case, TrainingCase):
@@ -280,7 +278,7 @@ def _script(work: Work, verb: str, title: str, name: str, ranks: int, run: list[
         limit=LIMIT, doctor=doctor, run=run, **{"memory": (), **values})
 
 
-def array_script(work: Work, cases: list[Row]) -> str:
+def array_script(work: Work, cases: list[AnyCase]) -> str:
     """Write the script of a job array that measures rows on equally many ranks."""
     ranks = cases[0].ranks
     options = row_options(work, f"mm3d-p{ranks:03d}-{cases[0].preset}-array", ranks,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Iterator
 
-from bench.cases.combined import TABLE, TrainingCase
+from bench.cases.combined import TABLE, AnyCase, TrainingCase
 from bench.cases.variants import recorded_variant
 from bench.errors import StoreError, Unreadable, UsageError
 from bench.instruments.host import source_version
@@ -15,7 +15,7 @@ from bench.records import atomic, journal, model_run, run_file
 from bench.records.measurements import Measurements
 from bench.records.notes import describe_source
 from jobs import slurm
-from jobs.scripts import Row, Work
+from jobs.scripts import Work
 
 DONE, RUNNING, WAITING = "done", "running", "waiting"
 STOPPED, FAILED, MISSING = "stopped early", "failed", "not submitted"
@@ -30,7 +30,7 @@ QUEUEING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED",
 class Standing:
     """State of a row, its last job, the reason of a failure, and the source that measured it."""
 
-    case: Row
+    case: AnyCase
     state: str
     job: str = ""
     reason: str = ""
@@ -129,7 +129,7 @@ def submissions_file(work: Work) -> Path:
     return work.folder / "submitted.jsonl"
 
 
-def read_results(work: Work, case: Row) -> tuple[list[tuple[Path, Measurements]], list[str]]:
+def read_results(work: Work, case: AnyCase) -> tuple[list[tuple[Path, Measurements]], list[str]]:
     """List a row's readable files at its preset's sizes, from its jobs and those collected.
 
     If a policy of recomputation is chosen, only files measured with it are listed.  Returned are
@@ -155,7 +155,7 @@ def read_results(work: Work, case: Row) -> tuple[list[tuple[Path, Measurements]]
     return found, unread
 
 
-def _is_result(work: Work, case: Row, run: Measurements) -> bool:
+def _is_result(work: Work, case: AnyCase, run: Measurements) -> bool:
     """Return whether a file with the name of a row was measured as the row is now."""
     chosen = run.configuration
     if isinstance(case, TrainingCase):
@@ -175,13 +175,13 @@ def read_queue(work: Work) -> slurm.Queue:
                             homes)
 
 
-def list_standings(work: Work, cases: list[Row], queue: slurm.Queue) -> list[Standing]:
+def list_standings(work: Work, cases: list[AnyCase], queue: slurm.Queue) -> list[Standing]:
     """Find the standing of each row, given the jobs in the queue."""
     jobs = read_submitted(work)
     return [_standing(work, one, jobs.get(one.name, [""])[-1], queue) for one in cases]
 
 
-def _standing(work: Work, case: Row, job: str, queue: slurm.Queue) -> Standing:
+def _standing(work: Work, case: AnyCase, job: str, queue: slurm.Queue) -> Standing:
     results, unread = read_results(work, case)
     found = [run for _, run in results]
     whole = [run for run in found if run.configuration["ended_by"] != "stopped"]

@@ -8,6 +8,7 @@ from typing import Any, Container, Mapping
 import msgspec
 
 import mm3d
+from bench.cases.case import Case
 from bench.errors import UsageError
 from mm3d.config import Config, Division, Model
 from mm3d.names import unknown_name
@@ -100,6 +101,9 @@ class TrainingCase:
         computes = {"preset": self.preset, "work": "compute"} if self.preset else {}
         return {"group": self.group, "row": self.number, "mesh": str(self.config.division)} | (
             computes) | self.measured.model.settings() | how
+
+
+AnyCase = Case | TrainingCase    # a row of the paper's tables, or of this one
 
 
 @cache

@@ -7,7 +7,8 @@ are installed; ``MM3D_CUDNN=0`` leaves them out.  `mm3d.arrays.cupy_attention` c
 import math
 from typing import Any
 
-Array = Any
+from mm3d.arrays.backend import Array
+
 
 AMPERE = 80             # compute capability
 ALIGNMENT = 16          # bytes, of the first element of an array

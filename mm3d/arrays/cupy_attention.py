@@ -12,9 +12,9 @@ from typing import Any, Iterator
 
 import numpy as np
 
+from mm3d.arrays.backend import Array
 from mm3d.arrays.cudnn_attention import FlashAttention, Saved, open_flash
 
-Array = Any
 Group = tuple[slice, slice]    # of the sequences and the heads
 Block = tuple[slice, slice]    # of the queries and the keys
 

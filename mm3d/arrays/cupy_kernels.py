@@ -12,9 +12,9 @@ from typing import Any, Callable
 
 import numpy as np
 
+from mm3d.arrays.backend import Array
 from mm3d.arrays.cupy_attention import THREADS_PER_BLOCK, THREADS_PER_WARP, GpuAttention
 
-Array = Any
 
 SOURCE_FILES = [Path(__file__).with_name(name)
                 for name in ("kernels.cu", "row_kernels.cu", "training_kernels.cu")]

@@ -5,11 +5,9 @@ without rows takes part in none.
 """
 
 from dataclasses import dataclass
-from typing import Any, Callable, Sequence
+from typing import Callable, Sequence
 
-from mm3d.arrays.backend import accumulation_dtype, backend_of
-
-Array = Any
+from mm3d.arrays.backend import Array, accumulation_dtype, backend_of
 
 
 @dataclass(frozen=True)

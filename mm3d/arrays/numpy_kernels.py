@@ -12,12 +12,10 @@ from typing import Any, Callable, Iterator
 
 import numpy as np
 
-from mm3d.arrays.backend import reshape
+from mm3d.arrays.backend import Array, reshape
 from mm3d.arrays.elementwise import GELU_CUBIC, GELU_SCALE, by_head, head_blocks, row_blocks
 
 MAX_EXPONENT = 87.0    # exp of it, and the reciprocal, have full precision in float32
-
-Array = Any
 
 
 class Kernels:

@@ -5,9 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from mm3d.arrays.backend import Array, host_dtype
-
-DTYPES = ("float16", "float32", "float64")
+from mm3d.arrays.backend import Array, DTYPES, host_dtype
 
 
 @dataclass(frozen=True)

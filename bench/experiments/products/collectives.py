@@ -23,9 +23,7 @@ from mm3d.grid.split import Split
 from mm3d.schemes import find_scheme
 
 TERMS = 4    # buffers of a reduce-scatter to fill with zeros: more than are in use at one time
-
-Step = operands.CollectiveCall
-Repeat = Callable[[Sequence[Step]], tuple[Sequence[Sequence[float]], str]]
+Repeat = Callable[[Sequence[operands.CollectiveCall]], tuple[Sequence[Sequence[float]], str]]
 
 
 @dataclass(frozen=True)
@@ -126,7 +124,7 @@ def measure_collectives(grid: mm3d.Grid, sizes: Sequence[int], dtype: str, limit
     axes, clock = communicating_directions(grid), Clock(comm)
 
     def measure(axis: str, kind: str, size: int) -> Sampled:
-        def repeat(steps: Sequence[Step]) -> tuple[list[list[float]], str]:
+        def repeat(steps: Sequence[operands.CollectiveCall]) -> tuple[list[list[float]], str]:
             return makespans_in_turns(steps, limits, seed, comm, grid.backend.synchronize, clock)
         # MPI may not take the arrays of a device.
         beside = ([operands.plain_call(grid[axis].comm, kind, size // itemsize, dtype)]
@@ -146,7 +144,7 @@ def measure_collectives(grid: mm3d.Grid, sizes: Sequence[int], dtype: str, limit
 
 
 def measure_collective(grid: mm3d.Grid, axis: str, kind: str, shape: tuple[int, ...], dtype: str,
-                       repeat: Repeat, beside: Sequence[Step] = ()) -> Sampled:
+                       repeat: Repeat, beside: Sequence[operands.CollectiveCall] = ()) -> Sampled:
     """Verify one collective along a direction, and take its samples.
 
     The terms of a reduce-scatter lie where products put them; the time that a product takes to
@@ -183,7 +181,7 @@ def measure_collective(grid: mm3d.Grid, axis: str, kind: str, shape: tuple[int, 
     return Sampled(seconds, ended_by, moved, check, *plain)
 
 
-def _summed_zeros(split: Split, shape: tuple[int, ...], dtype: str) -> Step:
+def _summed_zeros(split: Split, shape: tuple[int, ...], dtype: str) -> operands.CollectiveCall:
     """Return a step that reduce-scatters zeros, whose sums stay zero in all repetitions."""
     for _ in range(TERMS):
         term = split.term(shape, dtype)

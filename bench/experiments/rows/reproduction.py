@@ -7,14 +7,12 @@ import sys
 import threading
 from typing import Any, Callable, Iterable, Iterator
 
-from bench.cases.case import Case
-from bench.cases.combined import TrainingCase
+from bench.cases.combined import AnyCase
 from bench.errors import as_usage_error
 from mm3d import launcher, shared_room
 from mm3d.child_process import end_child, start_child
 from mm3d.console import complain
 
-Row = Case | TrainingCase
 OUTCOMES = ("done", "failed", "left out")    # the beginnings of lines that end a row
 GRACE = 15    # seconds that a job has to end after a SIGTERM
 WATCHDOG = "watchdog: "    # begins the line by which `mm3d.tracing.watchdog` ends a job
@@ -30,7 +28,7 @@ class Stopped(Exception):
         self.status = 128 + number
 
 
-def measure_cases(cases: list[Row], options: list[str], progress: Any) -> Stopped | None:
+def measure_cases(cases: list[AnyCase], options: list[str], progress: Any) -> Stopped | None:
     """Measure `cases`, a job for each rank count; return the signal that asked for an end, if any.
 
     Parameters
@@ -59,7 +57,7 @@ def measure_cases(cases: list[Row], options: list[str], progress: Any) -> Stoppe
     return None
 
 
-def job_command(job: Iterable[Row], options: list[str]) -> list[str]:
+def job_command(job: Iterable[AnyCase], options: list[str]) -> list[str]:
     """Return the mpirun command line that measures the cases of `job`.
 
     Raises UsageError when there is no mpirun.
@@ -71,7 +69,7 @@ def job_command(job: Iterable[Row], options: list[str]) -> list[str]:
             job[0].ranks, sys.executable, "-m", "bench", *job[0].verb, names, *options)
 
 
-def measure_in_jobs(cases: list[Row], options: list[str], progress: Any,
+def measure_in_jobs(cases: list[AnyCase], options: list[str], progress: Any,
                     make_command: Callable[..., list[str]] = job_command) -> None:
     """Measure `cases`, all of one rank count, in one job if it survives.
 
@@ -90,7 +88,7 @@ def measure_in_jobs(cases: list[Row], options: list[str], progress: Any,
             jobs = [[one] for one in left[1:]] + jobs
 
 
-def run_job(job: list[Row], command: list[str], progress: Any, pending: list[Row]) -> str:
+def run_job(job: list[AnyCase], command: list[str], progress: Any, pending: list[AnyCase]) -> str:
     """Measure the cases of `job` by `command`; return how it ended.
 
     Cases are removed from `pending` as the job reports them.

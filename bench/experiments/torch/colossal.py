@@ -16,7 +16,6 @@ from typing import Any, Callable, Iterator
 
 import numpy as np
 
-Arrays = dict[str, np.ndarray]
 # Modules that the package imports for other purposes, and that may be missing.
 UNUSED = ("apex", "bitsandbytes", "diffusers", "fabric", "galore_torch", "google", "ninja", "peft",
           "ray", "rpyc", "sentencepiece", "tensornvme")
@@ -129,7 +128,7 @@ class ColossalLayer:
         "input", "output gradient", and the parameters of the layer, all global.
     """
 
-    def __init__(self, torch: Any, case: dict[str, Any], arrays: Arrays) -> None:
+    def __init__(self, torch: Any, case: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
         self.torch, self.heads, self.ranks = torch, case["heads"], case["ranks"]
         self.depth = round(self.ranks ** (1 / 3))
         self.counts = Counts(torch.distributed)
@@ -253,7 +252,7 @@ class ColossalLayer:
         self.counts.reset()
         return found
 
-    def check(self) -> Arrays:
+    def check(self) -> dict[str, np.ndarray]:
         """Return the global results of a step on rank 0, by the names that checks use."""
         self.step()
         own = {"output": self.y.detach(), "input gradient": self.x.grad}
@@ -264,9 +263,9 @@ class ColossalLayer:
             everyone, (self.place, {name: a.numpy() for name, a in own.items()}))
         return {} if self.torch.distributed.get_rank() else self._assemble(everyone)
 
-    def _assemble(self, everyone: list[Any]) -> Arrays:
+    def _assemble(self, everyone: list[Any]) -> dict[str, np.ndarray]:
         """Put the blocks of all ranks together."""
-        found: Arrays = {}
+        found: dict[str, np.ndarray] = {}
         for place, blocks in everyone:
             for name, a in blocks.items():
                 layer, _, part = name.rpartition(".")

@@ -5,8 +5,7 @@ from typing import Sequence
 from bench.document import Column, Notes, Part, Table, number_cell
 from bench.prediction.meshes.context_ways import SCHEME, WAYS, Place
 from bench.prediction.training_plans.choices import Training
-
-GIB = 2 ** 30
+from bench.reports.plans.training_plans import GIB
 
 
 def context_parts(asked: Training, places: Sequence[Place]) -> list[Part]:
