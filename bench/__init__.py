@@ -7,7 +7,7 @@ import os
 import sys
 
 
-def backend(words: list[str]) -> str:
+def backend_option(words: list[str]) -> str:
     """Read ``--backend NAME`` or ``--backend=NAME``, the last of them; "" without."""
     found = ""
     for word, following in zip(words, [*words[1:], ""]):
@@ -19,5 +19,5 @@ def backend(words: list[str]) -> str:
 
 # The array library has to be known before MPI starts (see
 # `mm3d.arrays.cupy_backend.create_device_context`).
-if backend(sys.argv):
-    os.environ["MM3D_BACKEND"] = backend(sys.argv)
+if backend_option(sys.argv):
+    os.environ["MM3D_BACKEND"] = backend_option(sys.argv)

@@ -165,11 +165,12 @@ def refuse_different_words() -> None:
     """
     mpi.start()    # also so that no rank ends before rank 0 has said what is wrong
     from mpi4py import MPI
-    from mm3d.grid.agreement import compare, variables
+    from mm3d.grid.agreement import compare, environment_facts
     words = {f"word {place}": word for place, word in enumerate(sys.argv[1:], 1)}
     try:
         compare(MPI.COMM_WORLD, PROGRAM,
-                {"MM3D_BACKEND": os.environ.get("MM3D_BACKEND") or "numpy"} | variables() | words)
+                {"MM3D_BACKEND": os.environ.get("MM3D_BACKEND") or "numpy"}
+                | environment_facts() | words)
     except ValueError as error:
         if MPI.COMM_WORLD.rank == 0:
             complain(f"error: {error}")

@@ -7,7 +7,7 @@ from typing import Any, Callable, TypeVar
 
 from bench.errors import StoreError, UsageError
 
-Made = TypeVar("Made")
+Returned = TypeVar("Returned")
 
 
 def agree(problem: str | None, comm: Any, error: type[Exception] = UsageError) -> None:
@@ -17,7 +17,7 @@ def agree(problem: str | None, comm: Any, error: type[Exception] = UsageError) -
         raise error(found)
 
 
-def make_on_each_rank(make: Callable[[], Made], comm: Any) -> Made:
+def make_on_each_rank(make: Callable[[], Returned], comm: Any) -> Returned:
     """Call `make` on each rank and return its result.
 
     Raises
@@ -38,8 +38,8 @@ def make_on_each_rank(make: Callable[[], Made], comm: Any) -> Made:
     return made
 
 
-def make_on_rank_0(make: Callable[[], Made], comm: Any,
-                   wait: Callable[[Any], None] | None = None) -> Made | None:
+def make_on_rank_0(make: Callable[[], Returned], comm: Any,
+                   wait: Callable[[Any], None] | None = None) -> Returned | None:
     """Call `make` on rank 0 alone and return its result there, None on the other ranks.
 
     Parameters
@@ -70,6 +70,6 @@ def make_on_rank_0(make: Callable[[], Made], comm: Any,
     return made
 
 
-def broadcast_from_rank_0(make: Callable[[], Made], comm: Any) -> Made:
+def broadcast_from_rank_0(make: Callable[[], Returned], comm: Any) -> Returned:
     """Call `make` on rank 0 alone and return its result on every rank; see `make_on_rank_0`."""
     return comm.bcast(make_on_rank_0(make, comm))

@@ -21,7 +21,7 @@ from bench.prediction.pipelines.waited_step import find_machine
 from jobs import fitting, scripts, single, site as sites, slurm, standings
 from jobs.collect import collect, format_standing
 from jobs.own_options import list_verb_problems
-from jobs.scripts import Work
+from jobs.scripts import JobSettings
 from jobs.standings import DONE, UNCLEAR, UNDER_WAY
 from mm3d.config import Division
 from mm3d.console import complain, protect, say
@@ -42,7 +42,7 @@ def parser() -> Parser:
     for name, (about, add) in VERBS.items():
         found[name] = verbs.add_parser(name, help=about, description=about.capitalize() + ".")
         found[name].add_argument(
-            "--site", type=sites.full_name, required=True, metavar="SITE", help=(
+            "--site", type=sites.full_site_name, required=True, metavar="SITE", help=(
                 f"what the cluster is like: {', '.join(sites.supplied_sites())}, or a .toml file"))
         found[name].add_argument("--out", metavar="DIR", help=(
             "write results, scripts and logs into this folder (default results/local/SITE)"))
@@ -56,7 +56,7 @@ def parser() -> Parser:
     return top
 
 
-def add_rows(parser: Parser, verb: str) -> None:
+def add_job_rows(parser: Parser, verb: str) -> None:
     """Add the options of a verb about rows."""
     row_options.add_selection(parser, "paper")
     parser.add_argument("--ranks", type=options.numbers, metavar="N,...",
@@ -86,20 +86,20 @@ def add_single(parser: Parser, verb: str) -> None:
 
 
 VERBS = {
-    "render": ("write the scripts, and say what they ask for", add_rows),
+    "render": ("write the scripts, and say what they ask for", add_job_rows),
     "submit": ("submit what has no result and is not under way, and a last job that collects",
-               add_rows),
+               add_job_rows),
     "status": ("say how each row stands, and why; and each pipeline and training that was "
-               "submitted", add_rows),
+               "submitted", add_job_rows),
     "collect": ("merge what is there, name what is missing, print the tables and draw the "
-                "figures", add_rows),
+                "figures", add_job_rows),
     "pipeline": ("write a script that runs bench measure pipeline with the words after --, and "
                  "submit it", add_single),
     "train": ("write a script that runs bench train with the words after --, and submit it, or "
               "as many jobs as go on one after the other", add_single)}
 
 
-def work_and_cases(arguments) -> tuple[Work, list[combined.AnyCase]]:
+def work_and_cases(arguments) -> tuple[JobSettings, list[combined.AnyCase]]:
     """Read the work and the cases from the command line.
 
     Raises
@@ -117,8 +117,8 @@ def work_and_cases(arguments) -> tuple[Work, list[combined.AnyCase]]:
                          f"{', '.join(map(str, counts))} ranks; choose some of them")
     cases = [one for one in cases if one.ranks in wanted]
     out = Path(arguments.out or atomic.LOCAL / Path(arguments.site).stem)
-    return Work(site, arguments.site, scripts.check_path(out), arguments.inside,
-                arguments.recompute, machine_of(arguments, site) if trains else None), cases
+    return JobSettings(site, arguments.site, scripts.check_path(out), arguments.inside,
+                       arguments.recompute, machine_of(arguments, site) if trains else None), cases
 
 
 def table_cases(arguments, site: sites.Site) -> list[combined.AnyCase]:
@@ -170,7 +170,7 @@ def machine_of(arguments, site: sites.Site) -> str | None:
     return str(Path(name).absolute()) if Path(name).suffix == ".toml" else name
 
 
-def foretold(work: Work, cases: list[combined.AnyCase]) -> list[str]:
+def foretold(work: JobSettings, cases: list[combined.AnyCase]) -> list[str]:
     """Say which machine predicts the trainings on so many ranks, or why none does."""
     ranks: dict[str, list[int]] = {}
     for count in sorted({one.ranks for one in cases if isinstance(one, combined.TrainingCase)}):
@@ -181,7 +181,7 @@ def foretold(work: Work, cases: list[combined.AnyCase]) -> list[str]:
     return [f"rows of {texts(counts)} ranks: {what}" for what, counts in ranks.items()]
 
 
-def render(work: Work, cases: list[combined.AnyCase], arguments) -> None:
+def render_scripts(work: JobSettings, cases: list[combined.AnyCase], arguments) -> None:
     """Write the script of every row, and of the last job."""
     single.make_folders(work)
     for one in cases:
@@ -203,7 +203,7 @@ def texts(numbers: list[int] | None) -> str:
     return ",".join(map(str, numbers or ()))
 
 
-def overview(work: Work, cases: list[combined.AnyCase]) -> str:
+def overview(work: JobSettings, cases: list[combined.AnyCase]) -> str:
     """Make the table of the resources of each row."""
     site = work.site
     lines = [[one.title, one.ranks, scripts.count_nodes(site, one.ranks),
@@ -219,11 +219,11 @@ def overview(work: Work, cases: list[combined.AnyCase]) -> str:
     return format_text([Table("Jobs", columns, lines)])
 
 
-def submit(work: Work, cases: list[combined.AnyCase], arguments) -> int:
+def submit(work: JobSettings, cases: list[combined.AnyCase], arguments) -> int:
     """Submit the missing rows, then the last job; 1 if a row was refused, or cannot be judged."""
     with standings.locked(work):
-        render(work, cases, arguments)
-        found = standings.list_standings(work, cases, standings.read_queue(work))
+        render_scripts(work, cases, arguments)
+        found = standings.list_standings(work, cases, standings.read_queues(work))
         unclear = [one for one in found if one.state == UNCLEAR]
         for one in unclear:
             complain(f"not submitted: {format_standing(one)}")
@@ -254,14 +254,14 @@ def submit(work: Work, cases: list[combined.AnyCase], arguments) -> int:
     return int(bool(refused or unclear))
 
 
-def submit_group(work: Work, group: list[combined.AnyCase], array: bool) -> list[str]:
+def submit_group(work: JobSettings, group: list[combined.AnyCase], array: bool) -> list[str]:
     """Submit rows as a job array, or one as a job; return their jobs."""
     if not array:
-        jobs = [slurm.submit(work.script(group[0].name))]
+        jobs = [slurm.submit_script(work.script(group[0].name))]
     else:
         script = work.folder / f"array-p{group[0].ranks:03d}-{group[0].preset}.sh"
         atomic.replace(script, scripts.array_script(work, group), scripts.MODE)
-        number, sign, cluster = slurm.submit(script).partition(";")
+        number, sign, cluster = slurm.submit_script(script).partition(";")
         jobs = [f"{number}_{index}{sign}{cluster}" for index in range(len(group))]
     for one, job in zip(group, jobs):
         standings.record_job(work, "row", one.name, one.title, job)
@@ -269,36 +269,36 @@ def submit_group(work: Work, group: list[combined.AnyCase], array: bool) -> list
     return jobs
 
 
-def submit_collect(work: Work, jobs: list[str]) -> str:
+def submit_collect(work: JobSettings, jobs: list[str]) -> str:
     """Submit the job that collects results after `jobs` have ended; return a line for the user."""
-    clusters = sorted(set(map(slurm.cluster_of, jobs)))
+    clusters = sorted(set(map(slurm.cluster_of_job, jobs)))
     if len(clusters) > 1:
         return (f"the jobs are on {len(clusters)} clusters, and none waits for those of another: "
                 "collect with python -m jobs collect when they have ended")
-    before = dict.fromkeys(slurm.number_of(job).partition("_")[0] for job in jobs)
-    last = slurm.submit(work.folder / "collect.sh", *slurm.on_cluster(clusters[0]),
-                        f"--dependency=afterany:{':'.join(before)}")
+    before = dict.fromkeys(slurm.number_of_job(job).partition("_")[0] for job in jobs)
+    last = slurm.submit_script(work.folder / "collect.sh", *slurm.on_cluster(clusters[0]),
+                               f"--dependency=afterany:{':'.join(before)}")
     return f"job {last} collects when they have ended"
 
 
-def test_only(work: Work, cases: list[combined.AnyCase], arguments) -> int:
+def test_only(work: JobSettings, cases: list[combined.AnyCase], arguments) -> int:
     """Ask Slurm whether it would take each script; 1 if it would refuse one."""
-    render(work, cases, arguments)
+    render_scripts(work, cases, arguments)
     refused = 0
     for path in [*(work.script(one.name) for one in cases), work.folder / "collect.sh"]:
         try:
-            say(f"{path.name}: {slurm.test_only(path)}")
+            say(f"{path.name}: {slurm.test_script(path)}")
         except slurm.SlurmError as error:
             refused += 1
             say(f"{path.name}: refused: {error}")
     return int(bool(refused))
 
 
-def show_status(work: Work, cases: list[combined.AnyCase]) -> int:
+def show_status(work: JobSettings, cases: list[combined.AnyCase]) -> int:
     """Print the state of all jobs; return 1 where a queue is silent, else 0."""
-    queue = standings.read_queue(work)
+    queue = standings.read_queues(work)
     found = standings.list_standings(work, cases, queue)
-    say(*map(format_standing, found), *single.list_standings(work, queue))
+    say(*map(format_standing, found), *single.describe_submitted(work, queue))
     for line in standings.list_other_sources(work, found):
         complain(f"warning: {line}")
     for why in dict.fromkeys(queue.silent.values()):
@@ -320,7 +320,7 @@ def run_verb(arguments) -> int:
         return collect(work, cases)
     if arguments.verb == "status":
         return show_status(work, cases)
-    render(work, cases, arguments)
+    render_scripts(work, cases, arguments)
     say(f"{overview(work, cases)}\n", *foretold(work, cases),
         f"in {work.folder}; nothing is submitted")
     return 0

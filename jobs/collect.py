@@ -7,12 +7,12 @@ from bench.records import atomic, journal, merged, run_file
 from bench.records.notes import counted
 from bench.reports.finish import write_tables_and_figures
 from jobs import standings
-from jobs.scripts import Work
+from jobs.scripts import JobSettings
 from jobs.standings import DONE, Standing
 from mm3d.console import complain, say
 
 
-def collect(work: Work, cases: list[AnyCase]) -> int:
+def collect(work: JobSettings, cases: list[AnyCase]) -> int:
     """Collect and merge results, print a summary, draw the figures, and name missing rows.
 
     The merged file lies beside the scripts, since tables and figures read every file of the
@@ -34,7 +34,7 @@ def collect(work: Work, cases: list[AnyCase]) -> int:
         if not (work.out / path.name).exists():
             atomic.replace(work.out / path.name, path.read_bytes())
             new += 1
-    found = standings.list_standings(work, cases, standings.read_queue(work))
+    found = standings.list_standings(work, cases, standings.read_queues(work))
     missing = [one for one in found if one.state != DONE]
     done = len(cases) - len(missing)
     unread = run_file.list_files(work.out) and write_tables_and_figures(work.out)
@@ -54,7 +54,7 @@ def collect(work: Work, cases: list[AnyCase]) -> int:
     return run_file.report_left_out(left_out) or int(bool(missing or unread))
 
 
-def _results(work: Work, cases: list[AnyCase]) -> list[Path]:
+def _results(work: JobSettings, cases: list[AnyCase]) -> list[Path]:
     """List the readable files of rows."""
     return [path for one in cases for path, _ in standings.read_results(work, one)[0]]
 

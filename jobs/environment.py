@@ -21,7 +21,7 @@ OWN = {"SRUN_CPUS_PER_TASK": "node.cores_per_rank", "MM3D_GPU_ORDER": "launch.gp
 
 
 @dataclass(frozen=True)
-class Part:
+class ValuePart:
     """A part of a value: a text, or a variable's value.
 
     Attributes
@@ -37,7 +37,7 @@ class Part:
     text: str
 
 
-def split_value(value: str) -> list[Part]:
+def split_value(value: str) -> list[ValuePart]:
     """Divide a value into texts and variables, ``$NAME`` or ``${NAME}``; ``$$`` is a dollar.
 
     Raises
@@ -48,17 +48,17 @@ def split_value(value: str) -> list[Part]:
     items = [_parts(item) for item in value.split(":")]
     alone = [len(parts) == 1 and parts[0].kind == "value" for parts in items]
     first = alone.index(False) if False in alone else None    # an item that is always there
-    found: list[Part] = []
+    found: list[ValuePart] = []
     for place, (parts, only) in enumerate(zip(items, alone)):
         if only and first is not None:
-            found.append(Part("before" if place < first else "after", parts[0].text))
+            found.append(ValuePart("before" if place < first else "after", parts[0].text))
         else:
             colon = place > 0 if first is None else place > first
-            found += [*[Part("text", ":")] * colon, *parts]
+            found += [*[ValuePart("text", ":")] * colon, *parts]
     return found
 
 
-def _parts(item: str) -> list[Part]:
+def _parts(item: str) -> list[ValuePart]:
     if "`" in item or item.startswith("~"):
         raise ValueError("neither ~ nor `commands` are expanded: write $HOME, or a line of "
                          "software.setup")
@@ -66,11 +66,11 @@ def _parts(item: str) -> list[Part]:
     if "".join(part[0] for part in found) != item:
         raise ValueError("only $NAME and ${NAME} are expanded, and $$ is a dollar; commands "
                          "are lines of software.setup")
-    return [Part("text", "$" if part["text"] == "$$" else part["text"]) if part["text"] else
-            Part("value", part["braced"] or part["plain"]) for part in found]
+    return [ValuePart("text", "$" if part["text"] == "$$" else part["text"]) if part["text"] else
+            ValuePart("value", part["braced"] or part["plain"]) for part in found]
 
 
-def list_problems(environment: dict[str, str]) -> Iterator[str]:
+def list_variable_problems(environment: dict[str, str]) -> Iterator[str]:
     """List invalid names, names that the script sets itself, and values that cannot be read."""
     for name, value in environment.items():
         if not NAME.fullmatch(name):

@@ -9,7 +9,7 @@ from bench.errors import UsageError
 
 
 @dataclass(frozen=True)
-class Program:
+class ProgramOptions:
     """The options of a program that a script sets, or that would leave the job without a result.
 
     Attributes
@@ -40,14 +40,14 @@ _RANKS = dict(node__ranks="nodes ntasks ntasks-per-node",
               node__cores_per_rank="cpus-per-task cpus-per-gpu",
               slurm__time="time time-min")
 PROGRAMS = {
-    "sbatch": Program(_keys(
+    "sbatch": ProgramOptions(_keys(
         **_RANKS, node__gpus="gpus gpus-per-node gpus-per-task gpus-per-socket tres-per-task",
         slurm__gres="gres", slurm__warning="signal", slurm__partition="partition",
         slurm__account="account", slurm__qos="qos", slurm__constraint="constraint",
         slurm__exclusive="exclusive oversubscribe share", slurm__mail="mail-user mail-type",
         none="job-name output error array dependency begin wait parsable test-only wrap chdir "
              "distribution help usage version"), {}),
-    "srun": Program(_keys(
+    "srun": ProgramOptions(_keys(
         **_RANKS, node__gpus="gpus gpus-per-node gpus-per-socket gres tres-per-task",
         launch__gpu_binding="gpus-per-task gpu-bind", launch__mpi="mpi",
         none="distribution kill-on-bad-exit output error chdir multi-prog pty jobid het-group "
@@ -55,21 +55,21 @@ PROGRAMS = {
         {"n": "ntasks", "N": "nodes", "c": "cpus-per-task", "t": "time", "G": "gpus",
          "m": "distribution", "K": "kill-on-bad-exit", "o": "output", "e": "error",
          "D": "chdir", "Z": "no-allocate", "h": "help", "V": "version"}, "EHkKlOQsuvVXZh"),
-    "mpirun": Program(_keys(
+    "mpirun": ProgramOptions(_keys(
         none="n np c wdir wd outfile-pattern errfile-pattern app configfile help h version V"),
         {}, one_dash=True),
-    "bench run": Program(_keys(
+    "bench run": ProgramOptions(_keys(
         run__backend="backend", inside="inside",
         none="table scheme rows preset equal-tokens out stop-file grid layers hidden heads batch "
              "seq dtype keep overlap causal work work-scale machine software-share links "
              "recompute cluster help"), {"h": "help"}),
-    "bench train": Program(_keys(
+    "bench train": ProgramOptions(_keys(
         run__backend="backend", none="out checkpoints stop-file stop-after compare help"),
         {"h": "help"}),
-    "bench measure meshes": Program(_keys(
+    "bench measure meshes": ProgramOptions(_keys(
         run__backend="backend", run__machine="machine", none="out software-share cluster help"),
         {"h": "help"}),
-    "bench measure pipeline": Program(
+    "bench measure pipeline": ProgramOptions(
         _keys(run__backend="backend", none="out help"), {"h": "help"}),
 }
 
@@ -81,7 +81,7 @@ def list_verb_problems(verb: str, words: Sequence[str], ranks: int = 0) -> Itera
     """
     yield from list_overrides(f"bench {verb}", words)
     try:
-        verbs.check_words(verb, words, ranks)
+        verbs.check_command(verb, words, ranks)
     except UsageError as error:
         yield str(error)
 
@@ -108,7 +108,7 @@ def list_overrides(program: str, words: Sequence[str]) -> Iterator[str]:
                    f"{'give it as ' + key if key else 'leave it out'}")
 
 
-def _own_name(program: Program, word: str) -> str | None:
+def _own_name(program: ProgramOptions, word: str) -> str | None:
     """Return the name in `own` that `word`, which begins with a dash, stands for; None if none."""
     if program.one_dash:
         name = word.lstrip("-").partition("=")[0]

@@ -16,7 +16,7 @@ import msgspec
 
 from bench.cases.combined import AnyCase, TrainingCase
 from bench.errors import UsageError
-from jobs.environment import Part, split_value
+from jobs.environment import ValuePart, split_value
 from jobs.fitting import RowFit, dry_options, fit_row, rank_memory
 from jobs.site_tables import Collect, Site, Slurm
 from mm3d import launcher
@@ -35,7 +35,7 @@ EVEN = "block:block,NoPack"                   # srun's distribution of equally m
 
 
 @dataclass(frozen=True)
-class Work:
+class JobSettings:
     """The site, the settings of all rows, and their folders.
 
     Attributes
@@ -133,7 +133,7 @@ def time_of(site: Site, ranks: int) -> str:
     return site.slurm.time_by_ranks.get(str(ranks), site.slurm.time)
 
 
-def slurm_options(work: Work, name: str, ranks: int, of: Slurm | Collect) -> list[str]:
+def slurm_options(work: JobSettings, name: str, ranks: int, of: Slurm | Collect) -> list[str]:
     """List the options of sbatch for a job on a number of ranks, from a table of the site."""
     number, last = "%A_%a" if name.endswith("-array") else "%j", isinstance(of, Collect)
     chosen = [f"--job-name={name}", f"--time={of.time if last else time_of(work.site, ranks)}",
@@ -147,7 +147,7 @@ def slurm_options(work: Work, name: str, ranks: int, of: Slurm | Collect) -> lis
             f"--nodes={count_nodes(work.site, ranks)}", f"--ntasks={ranks}"]
 
 
-def row_options(work: Work, name: str, ranks: int, stops: bool = True) -> list[str]:
+def row_options(work: JobSettings, name: str, ranks: int, stops: bool = True) -> list[str]:
     """List the options of sbatch for a row; with `stops` a signal announces its time limit."""
     site = work.site
     return [*slurm_options(work, name, ranks, site.slurm),
@@ -170,7 +170,7 @@ def resource_options(site: Site, ranks: int) -> list[str]:
             *[f"--gres={','.join(others)}"] * bool(others)]
 
 
-def collect_options(work: Work) -> list[str]:
+def collect_options(work: JobSettings) -> list[str]:
     """List the options of sbatch for the last job, with those of ``[slurm]`` that apply to it."""
     mine, rows = work.site.collect, work.site.slurm
     inherited = ["account"] if mine.partition else [
@@ -191,7 +191,7 @@ def variables_of(site: Site) -> dict[str, str]:
     return site.environment | ({ORDER_VARIABLE: order} if order else {})
 
 
-def describe_environment(site: Site) -> list[tuple[str, list[Part], list[str]]]:
+def describe_environment(site: Site) -> list[tuple[str, list[ValuePart], list[str]]]:
     """List each variable with the parts of its value and the variables that must be set for it.
     """
     found = {name: split_value(value) for name, value in variables_of(site).items()}
@@ -215,7 +215,7 @@ def launch_command(site: Site, ranks: int) -> list[str]:
             *site.launch.options]
 
 
-def row_script(work: Work, case: AnyCase) -> str:
+def row_script(work: JobSettings, case: AnyCase) -> str:
     """Write the script that measures one row."""
     site, memory = work.site, []
     if isinstance(case, TrainingCase):
@@ -236,7 +236,7 @@ def row_script(work: Work, case: AnyCase) -> str:
                    memory=memory)
 
 
-def verb_script(work: Work, verb: str, name: str, ranks: int, words: list[str]) -> str:
+def verb_script(work: JobSettings, verb: str, name: str, ranks: int, words: list[str]) -> str:
     """Write the script that runs ``bench measure pipeline`` or ``bench train`` with `words`.
 
     A training goes on where a job stopped.  Its jobs are submitted under one name, and Slurm runs
@@ -250,7 +250,7 @@ def verb_script(work: Work, verb: str, name: str, ranks: int, words: list[str]) 
     return _script(work, verb, title, name, ranks, run, checkpoints=saved)
 
 
-def _script(work: Work, verb: str, title: str, name: str, ranks: int, run: list[str],
+def _script(work: JobSettings, verb: str, title: str, name: str, ranks: int, run: list[str],
             **values: Any) -> str:
     """Write the script that checks a job and then runs a verb of bench with the words `run`.
 
@@ -278,7 +278,7 @@ def _script(work: Work, verb: str, title: str, name: str, ranks: int, run: list[
         limit=LIMIT, doctor=doctor, run=run, **{"memory": (), **values})
 
 
-def array_script(work: Work, cases: list[AnyCase]) -> str:
+def array_script(work: JobSettings, cases: list[AnyCase]) -> str:
     """Write the script of a job array that measures rows on equally many ranks."""
     ranks = cases[0].ranks
     options = row_options(work, f"mm3d-p{ranks:03d}-{cases[0].preset}-array", ranks,
@@ -290,7 +290,7 @@ def array_script(work: Work, cases: list[AnyCase]) -> str:
         for index, case in enumerate(cases))
 
 
-def collect_script(work: Work, words: list[str]) -> str:
+def collect_script(work: JobSettings, words: list[str]) -> str:
     """Write the script of the last job, which runs ``python -m jobs collect`` with `words`."""
     return TEMPLATES.get_template("collect.sh.j2").render(
         site=work.site, root=word(ROOT), options=collect_options(work),

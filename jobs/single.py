@@ -9,7 +9,7 @@ from bench.errors import UsageError
 from bench.records import atomic, journal
 from jobs import scripts, site as sites, slurm, standings
 from jobs.own_options import list_verb_problems
-from jobs.scripts import Work
+from jobs.scripts import JobSettings
 from mm3d.checkpoints.folder import checkpoints, step_of
 from mm3d.console import complain, say
 from mm3d.hugging_face.config_file import CONFIG
@@ -52,7 +52,7 @@ def write_and_submit(verb: str, site: str, out: str | None, ranks: int, words: l
     for problem in list_verb_problems(VERBS[verb], words, ranks):
         raise UsageError(f"{verb}: after --: {problem}")
     digest = hashlib.sha256(shlex.join(words).encode()).hexdigest()
-    name = check_name(name or f"{verb}-p{ranks:03d}" + f"-{digest[:DIGITS]}" * (
+    name = check_job_name(name or f"{verb}-p{ranks:03d}" + f"-{digest[:DIGITS]}" * (
         verb == "pipeline"))
     work = make_work(site, out)
     script, text = work.script(name), scripts.verb_script(work, VERBS[verb], name, ranks, words)
@@ -67,10 +67,10 @@ def write_and_submit(verb: str, site: str, out: str | None, ranks: int, words: l
         complain("nothing is submitted: --submit would do that")
     cluster = ""    # all on one: only there Slurm runs them one at a time
     for _ in range(times):
-        job = slurm.submit(script, *slurm.on_cluster(cluster))
+        job = slurm.submit_script(script, *slurm.on_cluster(cluster))
         say(f"job {job}")
         standings.record_job(work, kind, name, f"{kind} {name}", job)
-        cluster = slurm.cluster_of(job)
+        cluster = slurm.cluster_of_job(job)
 
 
 def from_anywhere(word: str, before: str) -> str:
@@ -82,10 +82,10 @@ def from_anywhere(word: str, before: str) -> str:
     return word
 
 
-def list_standings(work: Work, queue: slurm.Queue) -> list[str]:
+def describe_submitted(work: JobSettings, queue: slurm.Queue) -> list[str]:
     """Describe each submitted pipeline and training: state, job, log and its last line."""
     found = []
-    for kind in standings.KINDS[1:]:
+    for kind in standings.JOB_KINDS[1:]:
         for name, jobs in standings.read_submitted(work, kind).items():
             waiting = [job for job in jobs if job in queue.jobs]
             job = waiting[0] if waiting else jobs[-1]    # of one name, the first runs first
@@ -96,31 +96,31 @@ def list_standings(work: Work, queue: slurm.Queue) -> list[str]:
             if state == standings.WAITING or any(
                     queue.jobs[one].name in standings.QUEUEING for one in waiting):
                 warn_of_source(work, kind, name)
-            if state == standings.FAILED and own.startswith("stopped near"):
+            if state == standings.JOB_FAILED and own.startswith("stopped near"):
                 state = standings.STOPPED
             parts = [reason, progress(work, name) if kind == "training" else ""]
             if state in (standings.DONE, *standings.UNDER_WAY):    # of others the reason has it
                 parts += [": ".join([str(log), *lines[-1:]])
-                          for log, lines in standings.read_logs(work, job)]
+                          for log, lines in standings.read_job_logs(work, job)]
             found.append(": ".join([f"{kind} {name}", "; ".join(filter(None, [
                 f"{state}, job {job}", *parts]))]))
     return found
 
 
-def warn_of_source(work: Work, kind: str, name: str) -> None:
+def warn_of_source(work: JobSettings, kind: str, name: str) -> None:
     """Say on standard error that the next job would run other source than the last submitted."""
     for line in standings.other_source(work, kind, name):
         complain(f"warning: {line}")
 
 
-def check_name(name: str) -> str:
+def check_job_name(name: str) -> str:
     """Check that a name can name a file and a job, and return it; UsageError otherwise."""
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name, re.ASCII):
         raise UsageError(f"--name {name}: letters, digits, points, - and _ would do")
     return name
 
 
-def standing(work: Work, name: str) -> str:
+def standing(work: JobSettings, name: str) -> str:
     """Describe how far a training is, and how its last job ended."""
     ended = sorted(work.runs(name).glob("ended-*"),
                    key=lambda path: (path.stat().st_mtime, path.name))
@@ -128,7 +128,7 @@ def standing(work: Work, name: str) -> str:
     return "; ".join([progress(work, name), *(f"its last job: {text}" for text in last)])
 
 
-def progress(work: Work, name: str) -> str:
+def progress(work: JobSettings, name: str) -> str:
     """Describe how far a training is."""
     if (work.runs(name) / "complete").exists():
         return "complete"
@@ -136,15 +136,15 @@ def progress(work: Work, name: str) -> str:
     return f"step {step_of(found[-1])} is saved" if found else "no checkpoint yet"
 
 
-def make_work(site: str, out: str | None) -> Work:
+def make_work(site: str, out: str | None) -> JobSettings:
     """Make the work of a site, and its folders."""
-    work = Work(sites.load_site(site), site, scripts.check_path(
+    work = JobSettings(sites.load_site(site), site, scripts.check_path(
         Path(out or atomic.LOCAL / Path(site).stem)))
     make_folders(work)
     return work
 
 
-def make_folders(work: Work) -> None:
+def make_folders(work: JobSettings) -> None:
     """Make the folders of scripts and of logs; StoreError if they cannot be written."""
     for folder in (work.folder, work.folder / "logs"):
         journal.check_folder(folder, keep=True)    # though empty: Slurm makes none

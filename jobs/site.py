@@ -34,7 +34,7 @@ def supplied_sites() -> dict[str, Path]:
     return {path.stem: path for path in sorted(folder.glob("*.toml"))}
 
 
-def full_name(name: str) -> str:
+def full_site_name(name: str) -> str:
     """Return the name of the supplied site that `name` stands for; otherwise `name`, a file."""
     return {plain(one): one for one in supplied_sites()}.get(plain(name), name)
 
@@ -86,7 +86,7 @@ def list_problems(site: Site) -> Iterator[str]:
     for scheme in site.inside:
         if scheme not in registry():
             yield f"inside: {scheme!r} is no scheme: {', '.join(registry())} would do"
-    yield from environment.list_problems(site.environment)
+    yield from environment.list_variable_problems(site.environment)
     if isinstance(site.node.gpus, str) and not TYPED_GPUS.fullmatch(site.node.gpus):
         yield (f"node.gpus = {site.node.gpus!r}: give a number, or type and number such as "
                "'a100:4'")

@@ -158,7 +158,7 @@ class Launch(SiteTable):
     gpu_order: list[int] = []
 
 
-class Run(SiteTable):
+class RunOptions(SiteTable):
     """Options of the measurement.
 
     Attributes
@@ -201,7 +201,7 @@ class Site(SiteTable):
     node: Node
     software: Software = Software()
     launch: Launch = Launch()
-    run: Run = Run()
+    run: RunOptions = RunOptions()
     collect: Collect = Collect()
     inside: dict[str, str] = {}
     environment: dict[str, str] = {}

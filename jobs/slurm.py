@@ -22,7 +22,7 @@ KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
 ENDED = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "LAUNCH_FAILED", "NODE_FAIL",
          "OUT_OF_MEMORY", "PREEMPTED", "RECONFIG_FAIL", "TIMEOUT")
 REVOKED = "REVOKED"    # of a job that another cluster of a federation has taken
-UNKNOWN = "UNKNOWN"    # of a job, where no command says whether it has ended
+UNKNOWN_STATE = "UNKNOWN"    # of a job, where no command says whether it has ended
 
 # Slurm's own lines; wrappers of its commands may print others.
 SUBMITTED = re.compile(r"^\s*(\d+(?:;[\w.-]+)?)\s*$", re.M)
@@ -38,7 +38,7 @@ class SlurmError(Exception):
 
 
 @dataclass(frozen=True)
-class State:
+class JobState:
     """State of a job, such as RUNNING, and the reason why it waits or is unknown.
 
     The name is "" for a job that Slurm has forgotten, minutes after its end.
@@ -59,21 +59,21 @@ class Queue:
 
     Attributes
     ----------
-    jobs : dict of str to State
-        By job as `submit` returns it; elements of arrays as 12_3.
+    jobs : dict of str to JobState
+        By job as `submit_script` returns it; elements of arrays as 12_3.
     silent : dict of str to str
         The clusters that gave no answer, and why; "" if a job without a cluster may be there.
     """
 
-    jobs: dict[str, State] = field(default_factory=dict)
+    jobs: dict[str, JobState] = field(default_factory=dict)
     silent: dict[str, str] = field(default_factory=dict)
 
-    def state(self, job: str) -> State:
+    def state(self, job: str) -> JobState:
         """Return the state of a job: in the queue, final, forgotten or unknown."""
         if job in self.jobs:
             return self.jobs[job]
-        if cluster_of(job) in self.silent:
-            return State(UNKNOWN, self.silent[cluster_of(job)])
+        if cluster_of_job(job) in self.silent:
+            return JobState(UNKNOWN_STATE, self.silent[cluster_of_job(job)])
         return look_up(job)
 
 
@@ -105,7 +105,7 @@ def run_command(*command: str, limit: float = LIMIT) -> str:
     return done.stdout + (done.stderr if "--test-only" in command else "")
 
 
-def submit(script: Path, *options: str, limit: float = LIMIT) -> str:
+def submit_script(script: Path, *options: str, limit: float = LIMIT) -> str:
     """Submit a script; return the job's number, with its cluster where sbatch says it: 12;here.
 
     Raises
@@ -127,12 +127,12 @@ def submit(script: Path, *options: str, limit: float = LIMIT) -> str:
     return found[-1]
 
 
-def number_of(job: str) -> str:
+def number_of_job(job: str) -> str:
     """Return the number of a job on its cluster, which an element of an array has too: 12_3."""
     return job.partition(";")[0]
 
 
-def cluster_of(job: str) -> str:
+def cluster_of_job(job: str) -> str:
     """Return the cluster of a job; "" for this one."""
     return job.partition(";")[2]
 
@@ -142,7 +142,7 @@ def on_cluster(cluster: str) -> list[str]:
     return [f"--clusters={cluster}"] * bool(cluster)
 
 
-def test_only(script: Path) -> str:
+def test_script(script: Path) -> str:
     """Ask Slurm when it would run a script, without submitting it."""
     lines = run_command("sbatch", "--test-only", str(script)).strip().splitlines() or [""]
     own = [line for line in lines if line.startswith("sbatch: Job ")]
@@ -172,13 +172,13 @@ def read_queue(clusters: Iterable[str] = ("",), homes: Iterable[str] = ("",)) ->
             continue
         for number, state, reason in QUEUED.findall(text):
             for name in names if state != REVOKED else []:
-                queue.jobs.setdefault(f"{number};{name}".rstrip(";"), State(state, reason))
+                queue.jobs.setdefault(f"{number};{name}".rstrip(";"), JobState(state, reason))
     return queue
 
 
-def look_up(job: str, limit: float = SHORT_LIMIT) -> State:
+def look_up(job: str, limit: float = SHORT_LIMIT) -> JobState:
     """Look up the state of a job that squeue does not show: ended, or another user's."""
-    number, cluster = number_of(job), on_cluster(cluster_of(job))
+    number, cluster = number_of_job(job), on_cluster(cluster_of_job(job))
     name, problem = "", ""
     try:
         text = run_command("scontrol", *cluster, "--oneliner", "show", "job", number,
@@ -194,5 +194,5 @@ def look_up(job: str, limit: float = SHORT_LIMIT) -> State:
                 "--parsable2", "--format=State", f"--jobs={number}", limit=limit)
             name = (ACCOUNTED.findall(text) or [name])[-1]
     if problem and not name:
-        return State(UNKNOWN, problem)
-    return State(name, "squeue does not show it")
+        return JobState(UNKNOWN_STATE, problem)
+    return JobState(name, "squeue does not show it")

@@ -15,13 +15,13 @@ from bench.records import atomic, journal, model_run, run_file
 from bench.records.measurements import Measurements
 from bench.records.notes import describe_source
 from jobs import slurm
-from jobs.scripts import Work
+from jobs.scripts import JobSettings
 
 DONE, RUNNING, WAITING = "done", "running", "waiting"
-STOPPED, FAILED, MISSING = "stopped early", "failed", "not submitted"
+STOPPED, JOB_FAILED, MISSING = "stopped early", "failed", "not submitted"
 UNCLEAR = "cannot tell"    # whether the row is done, or its last job has ended
 UNDER_WAY = (RUNNING, WAITING)
-KINDS = ("row", "pipeline", "training")
+JOB_KINDS = ("row", "pipeline", "training")
 QUEUEING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD",
             "SPECIAL_EXIT")    # states of jobs that wait for nodes
 
@@ -38,7 +38,7 @@ class Standing:
 
 
 @contextlib.contextmanager
-def locked(work: Work) -> Iterator[None]:
+def locked(work: JobSettings) -> Iterator[None]:
     """Lock the folder of scripts: a second submission waits, and then sees the jobs of the first.
 
     Raises
@@ -56,7 +56,7 @@ def locked(work: Work) -> Iterator[None]:
         yield
 
 
-def record_job(work: Work, kind: str, name: str, title: str, job: str) -> None:
+def record_job(work: JobSettings, kind: str, name: str, title: str, job: str) -> None:
     """Record that the job of this `kind` and `name`, `title` in messages, was submitted as `job`.
 
     Raises
@@ -65,8 +65,8 @@ def record_job(work: Work, kind: str, name: str, title: str, job: str) -> None:
         When it cannot be recorded; the message names the job, which is in the queue.
     """
     path = submissions_file(work)
-    cancel = " ".join(["scancel", *slurm.on_cluster(slurm.cluster_of(job)),
-                       slurm.number_of(job).partition("_")[0]])
+    cancel = " ".join(["scancel", *slurm.on_cluster(slurm.cluster_of_job(job)),
+                       slurm.number_of_job(job).partition("_")[0]])
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, atomic.SHARED)
         try:
@@ -79,7 +79,7 @@ def record_job(work: Work, kind: str, name: str, title: str, job: str) -> None:
             f"({error.strerror}): {cancel}, make room, and submit again") from error
 
 
-def read_submitted(work: Work, kind: str = "row") -> dict[str, list[str]]:
+def read_submitted(work: JobSettings, kind: str = "row") -> dict[str, list[str]]:
     """Read the jobs of each row, or other `kind`, by name, the latest last."""
     found: dict[str, list[str]] = {}
     for entry in _entries(work, kind):
@@ -87,7 +87,7 @@ def read_submitted(work: Work, kind: str = "row") -> dict[str, list[str]]:
     return found
 
 
-def _entries(work: Work, kind: str) -> list[dict[str, str]]:
+def _entries(work: JobSettings, kind: str) -> list[dict[str, str]]:
     fields = {kind: str, "job": str, "source": str}
     return [entry for entry in journal.read_entries(submissions_file(work), **fields)
             if {kind, "job"} <= entry.keys()]
@@ -98,7 +98,7 @@ def present_source() -> str:
     return describe_source(*source_version())
 
 
-def list_other_sources(work: Work, found: list[Standing]) -> list[str]:
+def list_other_sources(work: JobSettings, found: list[Standing]) -> list[str]:
     """Say which rows ran, or would run, from other source than they were submitted with.
 
     Jobs run what lies in the checkout when they start.  Any job of a row may have measured it.
@@ -116,7 +116,7 @@ def list_other_sources(work: Work, found: list[Standing]) -> list[str]:
     return [f"{what}: {', '.join(titles)}" for what, titles in groups.items()]
 
 
-def other_source(work: Work, kind: str, name: str) -> list[str]:
+def other_source(work: JobSettings, kind: str, name: str) -> list[str]:
     """Say that the next job of this `kind` and `name` would run other source than the last one."""
     before, now = [entry.get("source") for entry in _entries(work, kind)
                    if entry[kind] == name], present_source()
@@ -124,12 +124,13 @@ def other_source(work: Work, kind: str, name: str) -> list[str]:
             f"{name}"] if before and before[-1] not in (None, now) else []
 
 
-def submissions_file(work: Work) -> Path:
+def submissions_file(work: JobSettings) -> Path:
     """Return the path of the file of submitted jobs, with a line for each job."""
     return work.folder / "submitted.jsonl"
 
 
-def read_results(work: Work, case: AnyCase) -> tuple[list[tuple[Path, Measurements]], list[str]]:
+def read_results(work: JobSettings, case: AnyCase
+                 ) -> tuple[list[tuple[Path, Measurements]], list[str]]:
     """List a row's readable files at its preset's sizes, from its jobs and those collected.
 
     If a policy of recomputation is chosen, only files measured with it are listed.  Returned are
@@ -155,7 +156,7 @@ def read_results(work: Work, case: AnyCase) -> tuple[list[tuple[Path, Measuremen
     return found, unread
 
 
-def _is_result(work: Work, case: AnyCase, run: Measurements) -> bool:
+def _is_result(work: JobSettings, case: AnyCase, run: Measurements) -> bool:
     """Return whether a file with the name of a row was measured as the row is now."""
     chosen = run.configuration
     if isinstance(case, TrainingCase):
@@ -165,23 +166,24 @@ def _is_result(work: Work, case: AnyCase, run: Measurements) -> bool:
             and work.recompute in (None, chosen.get("recompute", "none")))
 
 
-def read_queue(work: Work) -> slurm.Queue:
+def read_queues(work: JobSettings) -> slurm.Queue:
     """Read the queues of the clusters that the site names, and of those of submitted jobs."""
     homes = [name for option in work.site.slurm.options
              if option.startswith(("--clusters=", "--cluster="))    # two names of one option
              for name in option.partition("=")[2].split(",")] or [""]
-    last = [jobs[-1] for kind in KINDS for jobs in read_submitted(work, kind).values()]
-    return slurm.read_queue(dict.fromkeys([*homes, *filter(None, map(slurm.cluster_of, last))]),
+    last = [jobs[-1] for kind in JOB_KINDS for jobs in read_submitted(work, kind).values()]
+    return slurm.read_queue(dict.fromkeys([*homes,
+                                           *filter(None, map(slurm.cluster_of_job, last))]),
                             homes)
 
 
-def list_standings(work: Work, cases: list[AnyCase], queue: slurm.Queue) -> list[Standing]:
+def list_standings(work: JobSettings, cases: list[AnyCase], queue: slurm.Queue) -> list[Standing]:
     """Find the standing of each row, given the jobs in the queue."""
     jobs = read_submitted(work)
     return [_standing(work, one, jobs.get(one.name, [""])[-1], queue) for one in cases]
 
 
-def _standing(work: Work, case: AnyCase, job: str, queue: slurm.Queue) -> Standing:
+def _standing(work: JobSettings, case: AnyCase, job: str, queue: slurm.Queue) -> Standing:
     results, unread = read_results(work, case)
     found = [run for _, run in results]
     whole = [run for run in found if run.configuration["ended_by"] != "stopped"]
@@ -189,9 +191,9 @@ def _standing(work: Work, case: AnyCase, job: str, queue: slurm.Queue) -> Standi
         return Standing(case, DONE, job, f"{len(whole[-1].scales['repetition'])} repetitions",
                         source_of(whole[-1]))
     state, reason = describe_job(work, case.name, job, queue) if job else (MISSING, "")
-    if unread and state in (MISSING, FAILED):
+    if unread and state in (MISSING, JOB_FAILED):
         return Standing(case, UNCLEAR, job, unread[0])
-    if found and state in (MISSING, FAILED):
+    if found and state in (MISSING, JOB_FAILED):
         return Standing(case, STOPPED, job, f"with {len(found[-1].scales['repetition'])} "
                         "repetitions, as its time was over", source_of(found[-1]))
     return Standing(case, state, job, reason)
@@ -202,36 +204,36 @@ def source_of(run: Measurements) -> str:
     return describe_source(run.environment["git_commit"], run.environment["git_clean"])
 
 
-def describe_job(work: Work, name: str, job: str, queue: slurm.Queue) -> tuple[str, str]:
+def describe_job(work: JobSettings, name: str, job: str, queue: slurm.Queue) -> tuple[str, str]:
     """Return the state, as in a `Standing`, of a job of this `name` and no result, and why."""
     state = queue.state(job)
     if state.name in QUEUEING:
         return WAITING, state.reason
-    if state.name == slurm.UNKNOWN:
+    if state.name == slurm.UNKNOWN_STATE:
         return UNCLEAR, explain_ending(work, name, job, f"whether it has ended: {state.reason}")
     if state.ended:
-        return FAILED, explain_ending(work, name, job, state.name)
+        return JOB_FAILED, explain_ending(work, name, job, state.name)
     return RUNNING, state.name.lower() * (state.name != "RUNNING")
 
 
-def own_ending(work: Work, name: str, job: str) -> str:
+def own_ending(work: JobSettings, name: str, job: str) -> str:
     """Return how a job says that it ended; "" if it does not."""
-    path = work.runs(name) / f"ended-{slurm.number_of(job)}"
+    path = work.runs(name) / f"ended-{slurm.number_of_job(job)}"
     return path.read_text("utf-8", "replace").strip() if path.exists() else ""
 
 
-def explain_ending(work: Work, name: str, job: str, said: str) -> str:
+def explain_ending(work: JobSettings, name: str, job: str, said: str) -> str:
     """Explain why a job has no result, from Slurm's answer `said`, its script and its log."""
     parts = [said, own_ending(work, name, job)]
-    for log, lines in read_logs(work, job):
+    for log, lines in read_job_logs(work, job):
         new = [line for line in lines if line.removeprefix("error: ") not in parts]
         telling = [line for line in new if line.startswith(("failed", "error:", "slurmstepd:"))]
         parts.append(": ".join([str(log), *(telling[:1] or new[-1:])]))
     return "; ".join(dict.fromkeys(filter(None, parts))) or "it ended without a word"
 
 
-def read_logs(work: Work, job: str) -> list[tuple[Path, list[str]]]:
+def read_job_logs(work: JobSettings, job: str) -> list[tuple[Path, list[str]]]:
     """List the logs of a job, from the folder of results on, with their lines that say a word."""
     return [(path.relative_to(work.out), [" ".join(line.split()) for line in path.read_text(
         "utf-8", "replace").splitlines() if line.strip()])
-        for path in (work.folder / "logs").glob(f"*-{slurm.number_of(job)}.out")]
+        for path in (work.folder / "logs").glob(f"*-{slurm.number_of_job(job)}.out")]

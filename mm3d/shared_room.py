@@ -18,7 +18,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-FOLDER = "/dev/shm"
+SHARED_FOLDER = "/dev/shm"
 TRANSPORTS = "UCX_TLS"    # the variable that names UCX's transports
 NO_SHARE = "^shm"         # all but shared memory
 CELLS = "MPIR_CVAR_CH4_SHM_POSIX_IQUEUE_NUM_CELLS"    # of a rank, through which messages pass
@@ -29,7 +29,7 @@ FOR_ALL = 1 << 16         # bytes for all ranks together
 AMPLE = 2                 # times of what is taken, since other jobs take some, too
 
 
-def free_bytes(folder: str = FOLDER) -> tuple[int, int]:
+def free_bytes(folder: str = SHARED_FOLDER) -> tuple[int, int]:
     """Return the bytes of a folder's file system, and how many are free.
 
     Both are 0 where this process cannot write there.
@@ -40,7 +40,7 @@ def free_bytes(folder: str = FOLDER) -> tuple[int, int]:
     return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
 
 
-def bytes_of_siblings(folder: str = FOLDER) -> int:
+def bytes_of_siblings(folder: str = SHARED_FOLDER) -> int:
     """Return the bytes of a folder that siblings of this process, such as other ranks, map."""
     found: set[str] = set()
     for process in Path("/proc").glob("[0-9]*"):
@@ -73,7 +73,7 @@ def lean_settings(ranks: int, environ: Mapping[str, str] = os.environ) -> dict[s
     return {name: value for name, value in settings.items() if name not in environ}
 
 
-def lack(ranks: int, environ: Mapping[str, str] = os.environ, folder: str = FOLDER,
+def lack(ranks: int, environ: Mapping[str, str] = os.environ, folder: str = SHARED_FOLDER,
          first: bool = False) -> str:
     """Return why MPICH cannot start `ranks` ranks on this node; "" if it can, or if unknown.
 
@@ -105,7 +105,7 @@ def hint(ranks: int) -> str:
     free = free_bytes()[1]
     if free >= AMPLE * _taken(ranks):
         return ""
-    return (f"{FOLDER} has {_megabytes(free)} free, of which MPI may need more for {ranks} "
+    return (f"{SHARED_FOLDER} has {_megabytes(free)} free, of which MPI may need more for {ranks} "
             f"rank{'s' * (ranks > 1)}: {_advice(ranks)}")
 
 

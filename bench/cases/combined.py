@@ -24,7 +24,7 @@ REFUSED = {"scheme": "paper", "preset": None, "equal_tokens": False, "work": Non
            "traced": None, "node_memory": None, "precise": False, "inside": None}
 
 
-class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class CaseGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A model and its batch, on so many ranks; and the fields of each `Division` of them."""
 
     name: str
@@ -43,7 +43,7 @@ class Combined(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     repetitions: int
     max_repetitions: int
     max_seconds: float
-    groups: list[Group]
+    groups: list[CaseGroup]
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class TrainingCase:
     @property
     def measured(self) -> Config:
         """What is timed: with the preset "paper" the lengths are not divided by `shrink`."""
-        factor, model = int(load().shrink) if self.preset == "paper" else 1, self.config.model
+        factor, model = int(load_rows().shrink) if self.preset == "paper" else 1, self.config.model
         lengths = {name: factor * getattr(model, name) for name in LENGTHS}
         return replace(self.config, model=replace(model, **lengths))
 
@@ -107,7 +107,7 @@ AnyCase = Case | TrainingCase    # a row of the paper's tables, or of this one
 
 
 @cache
-def load() -> Combined:
+def load_rows() -> Combined:
     """Read ``combined.toml``."""
     text = resources.files("bench.cases").joinpath("combined.toml").read_bytes()
     return msgspec.toml.decode(text, type=Combined)
@@ -116,11 +116,11 @@ def load() -> Combined:
 @cache
 def list_cases() -> tuple[TrainingCase, ...]:
     """List all rows, group by group."""
-    return tuple(_case(group, number, fields) for group in load().groups
+    return tuple(_case(group, number, fields) for group in load_rows().groups
                  for number, fields in enumerate(group.meshes, start=1))
 
 
-def _case(group: Group, number: int, fields: dict[str, Any]) -> TrainingCase:
+def _case(group: CaseGroup, number: int, fields: dict[str, Any]) -> TrainingCase:
     model = dict(group.model)
     if "experts" in model:
         model["experts"] = mm3d.Experts(**model["experts"])

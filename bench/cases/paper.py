@@ -103,7 +103,7 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return msgspec.structs.replace(self, **self.tables.get(table, {}))
 
 
-class Cases(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PaperTables(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The contents of ``tables.toml``."""
 
     rows: list[Row]
@@ -117,10 +117,10 @@ def title(scheme: str) -> str:
 
 
 @cache
-def load_tables() -> Cases:
+def load_tables() -> PaperTables:
     """Read the rows, settings and presets of ``tables.toml``, with their types checked."""
     text = resources.files("bench.cases").joinpath("tables.toml").read_bytes()
-    return msgspec.toml.decode(text, type=Cases, strict=False)
+    return msgspec.toml.decode(text, type=PaperTables, strict=False)
 
 
 def batch_of(row: Row) -> int:

@@ -20,7 +20,7 @@ from mm3d.model.stack import Stack
 # together because in each gather all ranks take turns where they share few cores.
 WORDS_PER_GATHER = 2 ** 24
 
-Block = tuple[tuple[slice, ...], np.ndarray]
+PlacedBlock = tuple[tuple[slice, ...], np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class Quantity:
     tolerance: float
 
 
-def compare(model: mm3d.Transformer, output, input_gradient, rounding: str,
-            other: Callable[[], dict[str, np.ndarray]] | None = None,
-            words_per_gather: int = WORDS_PER_GATHER) -> list[Check]:
+def compare_with_serial(model: mm3d.Transformer, output, input_gradient, rounding: str,
+                        other: Callable[[], dict[str, np.ndarray]] | None = None,
+                        words_per_gather: int = WORDS_PER_GATHER) -> list[Check]:
     """Compare outputs and gradients of one step of `model` with those of the serial scheme.
 
     Parameters
@@ -86,7 +86,7 @@ def compare(model: mm3d.Transformer, output, input_gradient, rounding: str,
     return grid.comm.bcast(checks)
 
 
-def worst_error(blocks: list[Block], expected: np.ndarray) -> float:
+def worst_error(blocks: list[PlacedBlock], expected: np.ndarray) -> float:
     """Compute the relative Frobenius error of the worst copy of each block.
 
     Parameters
@@ -118,7 +118,7 @@ def worst_error(blocks: list[Block], expected: np.ndarray) -> float:
 
 
 def _reference(backend, stack: Stack) -> dict[str, np.ndarray]:
-    """Compute the quantities of `compare` by the serial scheme, on this rank alone."""
+    """Compute the quantities of `compare_with_serial` by the serial scheme, on this rank alone."""
     scheme = mm3d.scheme("serial", MPI.COMM_SELF, backend=backend)
     model = mm3d.Transformer(scheme, stack, recompute="none", master=None)
     y, saved = model.forward(model.random("input"))
@@ -128,7 +128,7 @@ def _reference(backend, stack: Stack) -> dict[str, np.ndarray]:
         f"gradient of {p.name}": host(p.grad) for p in model.parameters}
 
 
-def _collect(parts: list[Quantity], grid, words: int) -> dict[str, list[Block]] | None:
+def _collect(parts: list[Quantity], grid, words: int) -> dict[str, list[PlacedBlock]] | None:
     """Gather the blocks of all ranks on rank 0, by quantity; of equal copies only the first."""
     blocks, keys = [], []
     for part in parts:
@@ -138,7 +138,7 @@ def _collect(parts: list[Quantity], grid, words: int) -> dict[str, list[Block]] 
         digest = hashlib.blake2b(np.ascontiguousarray(block), digest_size=20).digest()
         keys.append((tuple((s.start, s.stop) for s in place), block.shape, digest))
     everyone = grid.comm.allgather(keys)
-    found: dict[str, list[Block]] = {part.name: [] for part in parts}
+    found: dict[str, list[PlacedBlock]] = {part.name: [] for part in parts}
     for batch in _batches(parts, words):
         wanted = [k for k in batch if blocks[k][1].size and
                   [keys[k] for keys in everyone].index(keys[k]) == grid.rank]

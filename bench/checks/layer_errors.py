@@ -10,13 +10,13 @@ import numpy as np
 
 from bench.checks import attention_identities
 from bench.checks.sharded_matrices import ShardedMatrix, row_chunks
-from bench.checks.tolerances import SUMS
+from bench.checks.tolerances import SOME_ROWS
 from mm3d.arrays.elementwise import GELU_CUBIC, GELU_SCALE
 from mm3d.grid.layout import Layout
 from mm3d.model.attention.layer import Attention
 from mm3d.model.chains import Residual
 from mm3d.model.layers import Gelu, LayerNorm, Linear
-from mm3d.tracing.events import ArrayObserver, Layer
+from mm3d.tracing.events import ArrayObserver, LayerEvent
 
 ROWS = 4
 VECTORS = 3    # random vectors that each gradient of a bias is multiplied with
@@ -33,7 +33,7 @@ class LayerErrors(ArrayObserver):
         Precision of the products: the model's dtype, or "tf32".
     """
 
-    kinds = (Layer,)
+    kinds = (LayerEvent,)
 
     def __init__(self, model: Any, seed: int) -> None:
         self.model, self.grid = model, model.grid
@@ -93,7 +93,7 @@ class LayerErrors(ArrayObserver):
             The arrays that the check of the layer's backward needs.
         """
         if isinstance(layer, Residual):
-            return self._sum(layer, SUMS[0], x, y)
+            return self._sum(layer, SOME_ROWS[0], x, y)
         needed = {Linear: self._linear, LayerNorm: self._norm, Gelu: self._gelu,
                   Attention: self._attention}[type(layer)](layer, x, y)
         self.last = self._local_rows(y)
@@ -106,7 +106,7 @@ class LayerErrors(ArrayObserver):
     def backward(self, layer: Any, dy: Any, dx: Any, note: Any) -> None:
         """Check the gradients that `layer` has computed from `dy`."""
         if isinstance(layer, Residual):
-            return self._sum(layer, SUMS[1], dy, dx)
+            return self._sum(layer, SOME_ROWS[1], dy, dx)
         {Linear: self._linear_backward, LayerNorm: self._norm_backward, Gelu: self._gelu_backward,
          Attention: self._attention_backward}[type(layer)](layer, dy, dx, note)
         self.last = self._local_rows(dx)
@@ -176,7 +176,7 @@ class LayerErrors(ArrayObserver):
         rows = self._norm_matrix(layer, x).rows(self.rows)[0]
         gamma, beta = (self.parameter(p.value, p).vector() for p in layer.parameters)
         mean, rstd = _moments(rows, layer.eps)
-        self.note(layer, SUMS[0], self._norm_matrix(layer, y).rows(self.rows)
+        self.note(layer, SOME_ROWS[0], self._norm_matrix(layer, y).rows(self.rows)
                   - (gamma * (rows - mean) * rstd + beta),
                   np.abs(gamma) * rstd * (np.abs(rows) + np.abs(mean)) + np.abs(beta))
         return y, rows
@@ -191,7 +191,7 @@ class LayerErrors(ArrayObserver):
 
         def means(a: np.ndarray) -> np.ndarray:
             return a.mean(-1, keepdims=True)
-        self.note(layer, SUMS[1], self._norm_matrix(layer, dx).rows(self.rows)
+        self.note(layer, SOME_ROWS[1], self._norm_matrix(layer, dx).rows(self.rows)
                   - rstd * (g - means(g) - xhat * means(g * xhat)),
                   rstd * (np.abs(g) + means(np.abs(g)) + size * means(np.abs(g) * size)))
         w = self.random_signs(gamma.shape)
@@ -210,14 +210,14 @@ class LayerErrors(ArrayObserver):
     def _gelu(self, layer: Gelu, x: Any, y: Any) -> Any:
         u = self._gelu_input(layer, x)
         expected = u / 2 * (1 + np.tanh(GELU_SCALE * (u + GELU_CUBIC * u ** 3)))
-        self.note(layer, SUMS[0], self._local_rows(y) - expected, self._gelu_size(layer, x))
+        self.note(layer, SOME_ROWS[0], self._local_rows(y) - expected, self._gelu_size(layer, x))
         return x
 
     def _gelu_backward(self, layer: Gelu, dy: Any, dx: Any, x: Any) -> None:
         u, g = self._gelu_input(layer, x), self._local_rows(dy)
         t = np.tanh(GELU_SCALE * (u + GELU_CUBIC * u ** 3))
         slope = (1 + t) / 2 + u / 2 * (1 - t * t) * GELU_SCALE * (1 + 3 * GELU_CUBIC * u ** 2)
-        self.note(layer, SUMS[1], self._local_rows(dx) - g * slope,
+        self.note(layer, SOME_ROWS[1], self._local_rows(dx) - g * slope,
                   np.abs(g) * (1 + self._gelu_size(layer, x)))
         self._bias(layer, self._gelu_matrix(layer, dx))
 

@@ -25,7 +25,7 @@ ROUNDINGS = 1.75
 # errors of each number in layers that work by rows, or of each term of a sum over all rows.
 # TensorFloat-32 rounds only the factors of products, so only products and attention have its eps.
 PRODUCT, ROW = 8, 32
-SUMS = ("y in some rows", "dx in some rows")
+SOME_ROWS = ("y in some rows", "dx in some rows")
 
 
 def beside_serial(rounding: str, layers: int) -> tuple[float, float]:
@@ -61,7 +61,7 @@ def layer_by_layer(rounding: str, layers: int) -> dict[str, float]:
     """
     eps = EPS.get(rounding, math.nan)
     row = ROW * (EPS["float32"] if rounding == "tf32" else eps)
-    bias, sums = {"dbias": row}, dict.fromkeys(SUMS, row)
+    bias, sums = {"dbias": row}, dict.fromkeys(SOME_ROWS, row)
     norm, product = sums | bias | {"dweight": row}, dict.fromkeys(("C", "dA", "dB"), PRODUCT * eps)
     attention = {name: multiple * eps
                  for name, multiple in attention_identities.multiples(rounding).items()}

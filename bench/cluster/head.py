@@ -23,7 +23,7 @@ from types import FrameType
 from typing import NoReturn
 
 from bench.cluster import namespaces
-from bench.cluster.spec import FOLDER, NETWORK, VARIABLE, Cluster
+from bench.cluster.spec import CLUSTER_ENV, FOLDER, NETWORK, Cluster
 
 STARTED = b"started"    # what the process that asked for the cluster is told
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -33,7 +33,7 @@ NO_NAMESPACES = (
     "kernel.apparmor_restrict_unprivileged_userns, or run as root; in a container, allow unshare")
 ROOT = Path(__file__).resolve().parents[2]
 # Commands on PATH inside, and the functions that they call.
-COMMANDS = {"mpirun": "mpirun.main", "mpiexec": "mpirun.main", "on-node": "nodes.run_command",
+COMMANDS = {"mpirun": "mpirun.main", "mpiexec": "mpirun.main", "on-node": "nodes.run_on_node",
             "remote-shell": "nodes.run_shell"}
 
 
@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
     catch(pass_on)
     if os.getppid() != int(argv[1]):
         return 1    # it has ended before it could be watched
-    cluster = Cluster.from_environment({VARIABLE: argv[2]})
+    cluster = Cluster.from_environment({CLUSTER_ENV: argv[2]})
     assert cluster is not None
     try:
         namespaces.map_users()
@@ -97,8 +97,8 @@ def run_as_init(cluster: Cluster, mpirun: tuple[str, str], command: Sequence[str
     from bench.cluster.links import Refused
     status = 1
     try:
-        build(cluster, mpirun)
-        status = run_command(cluster, command, reports)
+        build_cluster(cluster, mpirun)
+        status = run_in_cluster(cluster, command, reports)
     except Refused as error:
         status = report(reports, str(error))
     except OSError as error:
@@ -111,7 +111,7 @@ def run_as_init(cluster: Cluster, mpirun: tuple[str, str], command: Sequence[str
         os._exit(status)
 
 
-def build(cluster: Cluster, mpirun: tuple[str, str]) -> None:
+def build_cluster(cluster: Cluster, mpirun: tuple[str, str]) -> None:
     """Make the file systems, the nodes and the links."""
     from bench.cluster import links, nodes
     namespaces.mount("none", "/", flags=namespaces.MS_REC | namespaces.MS_PRIVATE)
@@ -159,14 +159,14 @@ def name_hosts(cluster: Cluster) -> None:
     namespaces.mount(str(path), "/etc/hosts", flags=namespaces.MS_BIND)
 
 
-def run_command(cluster: Cluster, command: Sequence[str], reports: socket.socket) -> int:
+def run_in_cluster(cluster: Cluster, command: Sequence[str], reports: socket.socket) -> int:
     """Run the command, pass signals on to its processes, and return its exit status."""
     path = os.pathsep.join(filter(None, (FOLDER, os.environ.get("PATH", os.defpath))))
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         child = subprocess.Popen(
             command, start_new_session=True, env=os.environ | {
-                "PATH": path, VARIABLE: cluster.to_environment()},
+                "PATH": path, CLUSTER_ENV: cluster.to_environment()},
             preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS))
     except OSError as error:
         return report(reports, f"{command[0]} cannot be started: {error.strerror}")

@@ -60,11 +60,12 @@ def make_switch(nodes: dict[int, int]) -> None:
     keep_quiet()
     with IPRoute() as net:
         bring_up(net, "lo")
-        create(net, "a bridge", ifname=SWITCH, kind="bridge", br_mcast_snooping=0)
+        create_device(net, "a bridge", ifname=SWITCH, kind="bridge", br_mcast_snooping=0)
         bridge = index_of(net, SWITCH)
         for node, process in nodes.items():
-            create(net, "pairs of virtual devices (veth)", ifname=f"node-{node}", kind="veth",
-                   mtu=MTU, peer={"ifname": "eth0", "mtu": MTU, "net_ns_pid": process})
+            create_device(net, "pairs of virtual devices (veth)", ifname=f"node-{node}",
+                          kind="veth", mtu=MTU,
+                          peer={"ifname": "eth0", "mtu": MTU, "net_ns_pid": process})
             net.link("set", index=index_of(net, f"node-{node}"), master=bridge)
         net.addr("add", index=bridge, address=f"{NETWORK}.1", prefixlen=24)
         bring_up(net, SWITCH)
@@ -126,7 +127,7 @@ def add_filter(net: Any, kind: str, index: int, **options: Any) -> None:
                       f"{remedy}") from error
 
 
-def create(net: Any, what: str, **options: Any) -> None:
+def create_device(net: Any, what: str, **options: Any) -> None:
     """Create a device.
 
     Raises

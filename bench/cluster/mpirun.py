@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from bench.cluster.launchers import LAUNCHERS, Launcher
-from bench.cluster.spec import VARIABLE, Cluster
+from bench.cluster.spec import CLUSTER_ENV, Cluster
 
 REAL, LIBRARY = "MM3D_CLUSTER_MPIRUN", "MM3D_CLUSTER_MPI"    # its path, and the launcher's name
 COUNTS = ("n", "np")
@@ -45,7 +45,7 @@ def environment(environ: dict[str, str] | os._Environ[str], launcher: Launcher) 
     for name, value in launcher.settings.items():
         refuse_setting(name, environ.get(name, value), launcher)
     kept = {name: value for name, value in environ.items()
-            if name not in (VARIABLE, REAL, LIBRARY)}
+            if name not in (CLUSTER_ENV, REAL, LIBRARY)}
     return launcher.defaults | kept | launcher.settings
 
 

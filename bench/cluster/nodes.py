@@ -9,7 +9,7 @@ import sys
 from typing import NoReturn
 
 from bench.cluster import namespaces
-from bench.cluster.spec import FOLDER, VARIABLE, Cluster
+from bench.cluster.spec import CLUSTER_ENV, FOLDER, Cluster
 
 DESCRIPTION = "cluster.json"    # in FOLDER
 
@@ -89,10 +89,10 @@ def enter_node(name: str) -> None:
     if node >= cluster.nodes:
         raise SystemExit(f"error: there is no node {name!r}: 0 to {cluster.nodes - 1} would do")
     namespaces.enter(processes[str(node)])
-    os.environ[VARIABLE] = cluster.to_environment(node)
+    os.environ[CLUSTER_ENV] = cluster.to_environment(node)
 
 
-def run_command() -> NoReturn:
+def run_on_node() -> NoReturn:
     """Run a command on a node: ``on-node NODE COMMAND...``."""
     if len(sys.argv) < 3:
         raise SystemExit("error: on-node NODE COMMAND... would do")

@@ -12,7 +12,7 @@ from bench.errors import UsageError
 
 # The name of `mm3d.launcher.CLUSTER_VARIABLE`.  This file is also read by processes that must not
 # import NumPy, whose threads would keep them from making namespaces.
-VARIABLE = "MM3D_CLUSTER"
+CLUSTER_ENV = "MM3D_CLUSTER"
 
 NETWORK = "10.77.0"    # of the namespaces alone: no route leads out of them
 SWITCH = "switch"      # the device that joins the links
@@ -78,14 +78,14 @@ class Cluster:
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Cluster | None:
         """Return the cluster in which this process runs, or None."""
-        about = environ.get(VARIABLE)
+        about = environ.get(CLUSTER_ENV)
         if not about:
             return None
         try:
             found = json.loads(about)
             return cls(found["nodes"], found["ranks"], found["link"], found["latency"])
         except (ValueError, TypeError, KeyError) as error:
-            raise UsageError(f"{VARIABLE}={about!r} describes no cluster: unset it, python -m "
+            raise UsageError(f"{CLUSTER_ENV}={about!r} describes no cluster: unset it, python -m "
                              f"bench cluster sets it") from error
 
     def to_environment(self, node: int | None = None) -> str:

@@ -53,7 +53,7 @@ def begun_preset(folder: Path) -> str:
 
     Raises StoreError when its journal cannot be read.
     """
-    path = folder / journal.NAME
+    path = folder / journal.JOURNAL
     try:
         begun = journal.unfinished_reproduction(journal.read_journal(path))
     except OSError as error:

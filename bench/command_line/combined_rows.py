@@ -4,11 +4,11 @@ import argparse
 from pathlib import Path
 from typing import Callable
 
-from bench.cases.combined import TABLE, list_cases, load, refuse_options
+from bench.cases.combined import TABLE, list_cases, load_rows, refuse_options
 from bench.cases.case import shuffle_cases
 from bench.cluster.run import run_verb_inside
 from bench.cluster.spec import Cluster
-from bench.command_line.measuring import LIMITS, limits_of
+from bench.command_line.measuring import LIMIT_NAMES, limits_of
 from bench.command_line.progress import RowProgress
 from bench.command_line.row_options import share_of
 from bench.errors import UsageError
@@ -18,7 +18,7 @@ from bench.records import journal
 from bench.records.journal import Journal
 from mm3d.console import say
 
-PASSED_ON = (*LIMITS, "width", "software_share", "stall")    # options of ``measure meshes``
+PASSED_ON = (*LIMIT_NAMES, "width", "software_share", "stall")    # options of ``measure meshes``
 
 
 def reproduce(arguments: argparse.Namespace, report: Callable[[Path], int]) -> int:
@@ -38,13 +38,13 @@ def reproduce(arguments: argparse.Namespace, report: Callable[[Path], int]) -> i
     if not cases:
         raise UsageError(f"--table {TABLE} has no row of these --ranks: "
                          f"{', '.join(map(str, known))} would do")
-    limits = limits_of(arguments, load())
+    limits = limits_of(arguments, load_rows())
     if Cluster.from_environment() is None:
-        return run_verb_inside(Cluster.parse(load().cluster), arguments.words, False)
+        return run_verb_inside(Cluster.parse(load_rows().cluster), arguments.words, False)
     log = Journal(journal.check_folder(arguments.out))
     log.claim()
     resume.remove_parts_of_files(log.folder)
-    wanted = {"table": TABLE, **vars(limits), "software_share": share_of(arguments, load()),
+    wanted = {"table": TABLE, **vars(limits), "software_share": share_of(arguments, load_rows()),
               **resume.machine_settings("numpy")}
     begun, finished = resume.begin_or_resume(log, [one.name for one in cases], wanted,
                                              arguments.order, arguments.fresh, say)

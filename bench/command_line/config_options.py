@@ -10,7 +10,7 @@ from dataclasses import Field, fields, replace
 from typing import Any, Callable, Iterable, Mapping
 
 from bench.command_line import options
-from bench.command_line.number_types import MOST, MOST_SECONDS, number, whole
+from bench.command_line.number_types import MOST_NUMBER, MOST_SECONDS, number, whole
 from mm3d.schemes import find_scheme
 
 
@@ -40,7 +40,7 @@ def capacity(text: str) -> float:
 
 # Fields whose values are read from texts of their own.
 TYPES: dict[str, Callable[[str], Any]] = {
-    "capacity": capacity, "grid": options.grid_sizes, "recompute": options.recompute,
+    "capacity": capacity, "grid": options.grid_sizes, "recompute": options.recompute_policy,
     "schedule": options.schedule, "scheme": scheme}
 MESH = ("data", "context", "context_way", "shards", "zero", "stages", "schedule", "microbatches",
         "scheme", "grid", "recompute", "backend")
@@ -69,8 +69,8 @@ def add_fields(parser: argparse._ActionsContainer, kind: type, names: Iterable[s
             from bench.cases.variants import schemes_with_option
             text = text.format(schemes=" and ".join(schemes_with_option(one.name)))
         if one.name == "schedule":
-            from mm3d.training.schedules import registry
-            text += f": {', '.join(registry())}"
+            from mm3d.training.schedules import all_builders
+            text += f": {', '.join(all_builders())}"
         ending = f" (default {shown})".replace(" :", ":") * (shown != "")
         values = {"default": None if isinstance(default, Told) else default, **_values(one)}
         parser.add_argument(f"--{name_of(one).replace('_', '-')}", **{
@@ -108,10 +108,11 @@ def _values(one: Field) -> dict[str, Any]:
     if one.name in TYPES:
         return {"type": TYPES[one.name], "metavar": letter or "NAME"}
     if "least" in how:
-        return {"type": whole(how["least"], how.get("most", MOST)), "metavar": letter or "N"}
+        return {"type": whole(how["least"], how.get("most", MOST_NUMBER)),
+                "metavar": letter or "N"}
     if "above" in how or isinstance(one.default, float):
         return {"type": number(above=how.get("above", False),
-                               most=MOST_SECONDS if letter == "SECONDS" else MOST),
+                               most=MOST_SECONDS if letter == "SECONDS" else MOST_NUMBER),
                 "metavar": letter or "X"}
     return {"metavar": letter or "NAME"}
 

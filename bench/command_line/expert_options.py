@@ -13,9 +13,9 @@ from mm3d.model.experts.options import ExpertDesign, check_experts_given
 
 GATE = "mixtral"    # by default
 CHOICE = ("top", "capacity", "gate", "convention", "min_capacity", "order")
-LAYERS = (*CHOICE, "every", "balance", "z", "bias_rate")
+EXPERT_LAYERS = (*CHOICE, "every", "balance", "z", "bias_rate")
 DESIGN = tuple(one.name for one in fields(ExpertDesign))    # of Qwen's and DeepSeek's models
-OPTIONS = (*names_of(Experts, LAYERS), *names_of(ExpertDesign, DESIGN))
+OPTIONS = (*names_of(Experts, EXPERT_LAYERS), *names_of(ExpertDesign, DESIGN))
 
 
 def add_choice(parser: argparse.ArgumentParser, capacity: float | None,
@@ -32,7 +32,7 @@ def add_layers(parser: argparse.ArgumentParser) -> None:
     """Add the options of a model some of whose layers have experts."""
     add_fields(parser, Experts, ["count"], told(
         Experts, ["count"], count=": those of --model, or none"))
-    add_choice(parser, Experts.capacity, LAYERS)
+    add_choice(parser, Experts.capacity, EXPERT_LAYERS)
     add_fields(parser, ExpertDesign, DESIGN, told(ExpertDesign, DESIGN))
 
 

@@ -18,11 +18,11 @@ from mm3d.arrays.backend import Backend
 from mm3d.config import Division, Model
 
 CLUSTER = "NxR[:LINK[,LATENCY]]"
-LIMITS = ("repetitions", "max_repetitions", "max_seconds")
+LIMIT_NAMES = ("repetitions", "max_repetitions", "max_seconds")
 MOST_REPETITIONS = 30    # of a microbenchmark, by default
 
 
-def add(parser: argparse.ArgumentParser, *names: str) -> None:
+def add_shared(parser: argparse.ArgumentParser, *names: str) -> None:
     """Add options of `SHARED`, in this order."""
     options.add(parser, *names, known=SHARED)
 
@@ -39,7 +39,7 @@ def add_stall(parser: argparse.ArgumentParser) -> None:
 def add_limits(parser: argparse.ArgumentParser, **said: str) -> None:
     """Add the options that limit repetitions; their defaults, but that of the width, are `said`.
     """
-    add_fields(parser, Limits, (*LIMITS, "width"), told(Limits, LIMITS, **said))
+    add_fields(parser, Limits, (*LIMIT_NAMES, "width"), told(Limits, LIMIT_NAMES, **said))
 
 
 def add_seed(parser: argparse._ActionsContainer) -> None:
@@ -60,7 +60,7 @@ def add_repetitions(parser: argparse.ArgumentParser, repetitions: int, seconds: 
 
 def add_measurement(parser: argparse.ArgumentParser, repetitions: int, seconds: float) -> None:
     """Add the options of a microbenchmark that writes a file."""
-    add(parser, "out")
+    add_shared(parser, "out")
     add_fields(parser, Division, ["backend"])
     add_repetitions(parser, repetitions, seconds)
 
@@ -73,7 +73,7 @@ def limits_of(arguments: argparse.Namespace, defaults: object = None) -> Limits:
 
     Raises UsageError when at most fewer repetitions are asked for than at least.
     """
-    found = {name: getattr(defaults or arguments.limits, name) for name in LIMITS}
+    found = {name: getattr(defaults or arguments.limits, name) for name in LIMIT_NAMES}
     found |= given(Limits, arguments)
     if arguments.max_repetitions is None:
         found["max_repetitions"] = max(found["max_repetitions"], found["repetitions"])
@@ -117,10 +117,10 @@ def check_model_memory(layers: int, hidden: int, tokens: int, backend: str | Non
 
 def rates(text: str) -> list[float | None]:
     """Read the rates of links ``50Mbit,unlimited``, each once; None for no limit."""
-    return [*dict.fromkeys(cluster(f"1x1:{word}").link for word in text.split(","))]
+    return [*dict.fromkeys(cluster_spec(f"1x1:{word}").link for word in text.split(","))]
 
 
-def cluster(text: str) -> Cluster:
+def cluster_spec(text: str) -> Cluster:
     """Read ``16x4:200Mbit``."""
     try:
         return Cluster.parse(text)
@@ -131,7 +131,7 @@ def cluster(text: str) -> Cluster:
 # Options that are the same in all verbs that have them, with the arguments of ``add_argument``.
 SHARED: dict[str, dict[str, Any]] = {
     # By it a verb is run in an emulated cluster; see `bench.cluster`.
-    "cluster": {"type": cluster, "metavar": CLUSTER, "help": (
+    "cluster": {"type": cluster_spec, "metavar": CLUSTER, "help": (
         "run in an emulated cluster of N nodes with R ranks each on this machine, whose links "
         "have a rate and a latency, such as 16x4:200Mbit or 4x2:1Gbit,1ms; starts mpirun itself")},
     "out": {"metavar": "DIR", "default": host.default_out(), "help": (

@@ -18,7 +18,7 @@ LAYERS = {"layers": 24, "seq": 512}    # without --model
 HEADS = ": those of the paper's row of this --hidden, or heads of 128 features"
 CHANGES = ("layers", "seq", "vocab")    # of a model, where a verb has such an option
 SAID = ("hidden", "heads", "untied")    # by the model
-EXPERTS = ("experts", *expert_options.OPTIONS)    # by a model that has some
+EXPERT_OPTIONS = ("experts", *expert_options.OPTIONS)    # by a model that has some
 
 
 def add_named(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +51,7 @@ def read_model(arguments: argparse.Namespace) -> ModelFile | None:
         return None
     found = load_model(arguments.model, **{
         name: getattr(arguments, name, None) for name in CHANGES})
-    for word in _words(arguments, SAID if found.experts is None else (*SAID, *EXPERTS)):
+    for word in _words(arguments, SAID if found.experts is None else (*SAID, *EXPERT_OPTIONS)):
         raise UsageError(f"{word}: --model {arguments.model} says it: leave one of them out")
     if found.experts is None:
         found = msgspec.structs.replace(found, experts=expert_options.experts_of(arguments))
@@ -73,7 +73,7 @@ def read_sizes(arguments: argparse.Namespace) -> ModelFile | None:
 
 def words_of(arguments: argparse.Namespace) -> str:
     """Return the options that name the model, before `read_model` sets others."""
-    changed = _words(arguments, ("layers", "vocab", *EXPERTS))
+    changed = _words(arguments, ("layers", "vocab", *EXPERT_OPTIONS))
     return " ".join([f"--model {shlex.quote(arguments.model)}", *changed])
 
 

@@ -6,7 +6,7 @@ import re
 from fractions import Fraction
 from typing import Callable
 
-MOST = 10 ** 9    # of any number given: a larger one would take too much memory, or years
+MOST_NUMBER = 10 ** 9    # of any number given: a larger one would take too much memory, or years
 MOST_RANKS = 2 ** 20    # each has a number in lists
 MOST_BYTES = 2 ** 40    # of an array
 MOST_SECONDS = 3.2e7    # a year
@@ -14,7 +14,7 @@ DECIMAL = re.compile(r"\d{1,20}(\.\d{0,20})?(e-?\d\d?)?|\.\d{1,20}|\d{1,20}/\d{1
                      re.IGNORECASE)
 
 
-def whole(least: int, most: int = MOST) -> Callable[[str], int]:
+def whole(least: int, most: int = MOST_NUMBER) -> Callable[[str], int]:
     """Return the type of an option that is a whole number from `least` to `most`."""
     def read(text: str) -> int:
         try:
@@ -29,7 +29,8 @@ def whole(least: int, most: int = MOST) -> Callable[[str], int]:
     return read
 
 
-def number(least: float = 0, above: bool = False, most: float = MOST) -> Callable[[str], float]:
+def number(least: float = 0, above: bool = False,
+           most: float = MOST_NUMBER) -> Callable[[str], float]:
     """Return the type of an option that is a number from `least`, or `above` it, to `most`."""
     def read(text: str) -> float:
         try:
@@ -53,8 +54,8 @@ def fraction(text: str) -> Fraction:
         found = Fraction(-1)
     if found < 0:
         raise refused(text, "a number of at least 0", "such as 1.3")
-    if found > MOST or 0 < found < Fraction(1, MOST):
-        raise refused(text, f"0, or a number from {1 / MOST:g} to {MOST:g}")
+    if found > MOST_NUMBER or 0 < found < Fraction(1, MOST_NUMBER):
+        raise refused(text, f"0, or a number from {1 / MOST_NUMBER:g} to {MOST_NUMBER:g}")
     return found
 
 

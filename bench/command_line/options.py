@@ -4,7 +4,7 @@ import argparse
 import math
 from typing import Any, Callable, Iterable, Mapping
 
-from bench.command_line.number_types import MOST, refused
+from bench.command_line.number_types import MOST_NUMBER, refused
 from bench.errors import UsageError, in_options
 from mm3d.model.recomputation import parse_policy
 from mm3d.names import find_name
@@ -71,7 +71,7 @@ def refuse(arguments: argparse.Namespace, names: Iterable[str], remedy: str) -> 
             raise UsageError(f"{written(name, value)}: {remedy}")
 
 
-def recompute(text: str) -> str:
+def recompute_policy(text: str) -> str:
     """Return the policy of `mm3d.model.recomputation` that `text` names."""
     try:
         parse_policy(text.lower())
@@ -104,7 +104,7 @@ def numbers(text: str) -> list[int]:
     try:
         return _positive(text, ",")
     except ValueError:
-        raise refused(text, f"whole numbers from 1 to {MOST} with commas between",
+        raise refused(text, f"whole numbers from 1 to {MOST_NUMBER} with commas between",
                       "such as 256,512") from None
 
 
@@ -113,10 +113,11 @@ def grid_sizes(text: str) -> tuple[int, ...]:
     try:
         return tuple(_positive(text, "x"))
     except ValueError:
-        raise refused(text, f"sizes from 1 to {MOST} with x between", "such as 2x2x2") from None
+        raise refused(text, f"sizes from 1 to {MOST_NUMBER} with x between",
+                      "such as 2x2x2") from None
 
 
-def stage_grids(text: str) -> tuple[int, ...] | list[tuple[int, ...]]:
+def grids_of_stages(text: str) -> tuple[int, ...] | list[tuple[int, ...]]:
     """Read ``2x1x1``, or one for each stage: ``2x1x1,1x2x1``."""
     found = [*map(grid_sizes, text.split(","))]
     return found if len(found) > 1 else found[0]
@@ -149,7 +150,7 @@ def some_of(*known: str) -> Callable[[str], list[str]]:
 
 def _positive(text: str, separator: str) -> list[int]:
     found = [int(word) for word in text.lower().split(separator)]
-    if not 1 <= min(found) <= max(found) <= MOST:
+    if not 1 <= min(found) <= max(found) <= MOST_NUMBER:
         raise ValueError
     return found
 

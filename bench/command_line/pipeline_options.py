@@ -48,7 +48,7 @@ def stage_ranks(arguments: argparse.Namespace) -> int:
     Raises UsageError when the stages do not divide the ranks, or an option of pipelines is given
     without them.
     """
-    check_stages(arguments)
+    check_stage_options(arguments)
     if arguments.stages is None:
         return arguments.ranks
     if arguments.ranks % arguments.stages:
@@ -57,7 +57,7 @@ def stage_ranks(arguments: argparse.Namespace) -> int:
     return arguments.ranks // arguments.stages
 
 
-def check_stages(arguments: argparse.Namespace) -> None:
+def check_stage_options(arguments: argparse.Namespace) -> None:
     """Raise UsageError for an option of pipelines without ``--stages``, or too large ones."""
     if arguments.stages is not None:
         with as_usage_error():    # before anything is made for each stage

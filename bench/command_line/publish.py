@@ -44,8 +44,8 @@ def publish(record: Measurements | None, out: Path, name: str, comm,
     return status
 
 
-def measure(name: str, work: Callable[[], Measurements | None], out: Path, comm,
-            show: Callable[[Measurements], None] | None = None) -> int:
+def measure_and_publish(name: str, work: Callable[[], Measurements | None], out: Path, comm,
+                        show: Callable[[Measurements], None] | None = None) -> int:
     """Publish the record that `work` returns; report the failure where a result was wrong.
 
     The status is that of `publish`.
@@ -125,5 +125,5 @@ def check_trace_file(file: str | None, comm, traced: int | None = None) -> str |
     if traced == 0:
         raise UsageError(f"--trace {file} --traced 0: nothing would be traced; leave one of them "
                          f"out")
-    make_on_rank_0(lambda: journal.check_file(file, "--trace"), comm)
+    make_on_rank_0(lambda: journal.check_output(file, "--trace"), comm)
     return file

@@ -21,10 +21,10 @@ from mm3d.arrays.plain_numbers import GREATEST
 from mm3d.config import Division, Model
 
 
-def add_rows(parser: argparse.ArgumentParser, preset: str | None = "laptop") -> None:
+def add_row_options(parser: argparse.ArgumentParser, preset: str | None = "laptop") -> None:
     """Add the options that ``run`` and ``reproduce`` share."""
     add_selection(parser, preset)
-    measuring.add(parser, "out")
+    measuring.add_shared(parser, "out")
     _add_steps(parser)
     add_variant(parser)
     _add_work(parser)
@@ -35,7 +35,7 @@ def add_rows(parser: argparse.ArgumentParser, preset: str | None = "laptop") -> 
         "memory of a node, such as '32 GB': rows that need more by an estimate are left out; "
         "none: no row is (default: the available memory that the system reports; on a GPU none)"))
     measuring.add_stall(parser)
-    measuring.add(parser, "cluster")
+    measuring.add_shared(parser, "cluster")
 
 
 def add_selection(parser: argparse.ArgumentParser, preset: str | None) -> None:
@@ -69,15 +69,15 @@ def _add_steps(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--warmup", type=whole(1), metavar="N",
                         help="steps before the first that is timed, the verified one included "
                              f"(default{_preset_values('warmup')})")
-    add_limits(parser, _preset_values)
+    add_row_limits(parser, _preset_values)
     parser.add_argument("--traced", type=whole(0), metavar="N",
                         help="trace this number of steps after the timed ones, to show where the "
                              f"time goes; 0 for none (default{_preset_values('traced')})")
 
 
-def add_limits(parser: argparse.ArgumentParser, values: Callable[[str], str]) -> None:
+def add_row_limits(parser: argparse.ArgumentParser, values: Callable[[str], str]) -> None:
     """Add the options on the repetitions of rows and their order; `values` tells defaults."""
-    measuring.add_limits(parser, **{name: values(name) for name in measuring.LIMITS})
+    measuring.add_limits(parser, **{name: values(name) for name in measuring.LIMIT_NAMES})
     parser.add_argument("--order", type=whole(0, GREATEST), metavar="SEED",
                         help="seed of the order in which rows are measured (default: drawn at "
                              "random and recorded)")

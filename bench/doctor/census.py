@@ -23,7 +23,7 @@ from mm3d.arrays import backend as backends
 from mm3d.arrays.device_choice import gpu_of_rank
 from mm3d.console import protect, say
 
-MARK = "mm3d-census "
+CENSUS_MARK = "mm3d-census "
 WORDS = 1 << 16    # per message: too many to be sent eagerly, too few to take time
 
 
@@ -142,7 +142,7 @@ def main(report: str, *variables: str) -> None:
     from mpi4py import MPI
     if MPI.COMM_WORLD.rank == 0:
         # One write: several worlds may share the output.
-        say(f"{MARK}{json.dumps(found)}")
+        say(f"{CENSUS_MARK}{json.dumps(found)}")
 
 
 if __name__ == "__main__":

@@ -257,7 +257,7 @@ def clock(facts: Facts) -> Finding:
     return Finding("clock", WARNING if coarse else OK, text)
 
 
-def leftovers(facts: Facts, folder: Path = leftover_memory.FOLDER) -> Finding:
+def leftovers(facts: Facts, folder: Path = leftover_memory.SEGMENT_FOLDER) -> Finding:
     """Report the shared memory that killed jobs have left in `folder`, or remove it if asked to.
     """
     found = leftover_memory.abandoned_segments(folder)

@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from bench.doctor.census import MARK
+from bench.doctor.census import CENSUS_MARK
 from mm3d import launcher, shared_room
 from mm3d.child_process import CHILDREN_PRINT, run_child
 
@@ -115,7 +115,7 @@ class Facts:
             problem += (", as srun within a step waits for the step's own cores: run doctor "
                         "in the job's script, or under salloc")
         hint = shared_room.hint(self.ranks)
-        if child.status and hint and shared_room.FOLDER not in problem:
+        if child.status and hint and shared_room.SHARED_FOLDER not in problem:
             problem += f"; {hint}"
         return parse_reports(child.out), problem
 
@@ -136,9 +136,9 @@ def parse_reports(out: str) -> list[Any]:
     """Return the report of each world from the output of a child job, but those cut short."""
     found = []
     for line in out.splitlines():
-        if MARK in line:
+        if CENSUS_MARK in line:
             with contextlib.suppress(ValueError):
-                found.append(json.loads(line.partition(MARK)[2]))
+                found.append(json.loads(line.partition(CENSUS_MARK)[2]))
     return found
 
 

@@ -109,5 +109,5 @@ def transport_check(kind: str) -> Callable[[Facts], Finding]:
     return checked
 
 
-CHECKS: list[Callable[[Facts], Finding]] = [device, products, model, graph,
-                                            *map(transport_check, DEVICE_TRANSPORTS)]
+GPU_CHECKS: list[Callable[[Facts], Finding]] = [device, products, model, graph,
+                                                *map(transport_check, DEVICE_TRANSPORTS)]

@@ -15,7 +15,7 @@ from typing import Iterator, Mapping, Sequence
 import bench
 from bench.doctor.child_jobs import describe_failure
 from bench.errors import UsageError
-from bench.experiments.gpu.parts import PARTS
+from bench.experiments.gpu.parts import GPU_PARTS
 from mm3d import launcher
 from mm3d.child_process import CHILDREN_PRINT, run_child
 
@@ -23,7 +23,7 @@ ROOT = Path(bench.__file__).parents[1]    # where the tests are
 
 
 @dataclass(frozen=True)
-class Step:
+class SuiteStep:
     """A program to run.
 
     Attributes
@@ -45,7 +45,7 @@ class Step:
         return "pytest" in self.command
 
 
-def list_steps(out: Path, ranks: int, limit: float, rehearse: bool) -> list[Step]:
+def list_steps(out: Path, ranks: int, limit: float, rehearse: bool) -> list[SuiteStep]:
     """List the steps in their order: short and telling ones first.
 
     Parameters
@@ -59,24 +59,25 @@ def list_steps(out: Path, ranks: int, limit: float, rehearse: bool) -> list[Step
     """
     python, library = [sys.executable, "-m"], "numpy" if rehearse else "cupy"
     job = launcher.mpirun_command(ranks, *python)
-    found = [Step("doctor", [*python, "bench", "doctor", *["--gpu"] * (not rehearse), "--ranks",
-                             str(ranks), "--limit", str(limit / 4)], limit)]
+    found = [SuiteStep("doctor",
+                       [*python, "bench", "doctor", *["--gpu"] * (not rehearse), "--ranks",
+                        str(ranks), "--limit", str(limit / 4)], limit)]
     for kind in ("mpi", "shared") if rehearse else ("staged", "device", "nccl"):
-        found.append(Step(f"selftest-{kind}", [*job, "mm3d.selftest"], limit / 2,
-                          {"MM3D_BACKEND": library, "MM3D_TRANSPORT": kind}))
-    found += [Step("tests-1", [*python, "pytest", "-q", "-m", "gpu"], limit),
-              Step(f"tests-{ranks}", [*job, "pytest", "-q", "-m", "gpu"], limit)]
-    measured = {f"gpu-{part}": ["--part", part] for part in PARTS}
+        found.append(SuiteStep(f"selftest-{kind}", [*job, "mm3d.selftest"], limit / 2,
+                               {"MM3D_BACKEND": library, "MM3D_TRANSPORT": kind}))
+    found += [SuiteStep("tests-1", [*python, "pytest", "-q", "-m", "gpu"], limit),
+              SuiteStep(f"tests-{ranks}", [*job, "pytest", "-q", "-m", "gpu"], limit)]
+    measured = {f"gpu-{part}": ["--part", part] for part in GPU_PARTS}
     if not rehearse:
         measured["gpu-layer-graph"] = ["--part", "layer", "--graph"]
     scale = ["--backend", "numpy", "--scale", "tiny"] if rehearse else []
     for name, words in measured.items():
         command = [*python, "bench", "measure", "gpu", *words, *scale, "--out", str(out / name)]
-        found.append(Step(name, command, limit))
+        found.append(SuiteStep(name, command, limit))
     return found
 
 
-def select_steps(steps: Sequence[Step], only: str | None) -> list[Step]:
+def select_steps(steps: Sequence[SuiteStep], only: str | None) -> list[SuiteStep]:
     """Select the steps named in `only`, separated by commas; all of them if it is not given.
 
     Raises UsageError when a name is unknown.
@@ -88,7 +89,7 @@ def select_steps(steps: Sequence[Step], only: str | None) -> list[Step]:
     return [step for step in steps if step.name in asked]
 
 
-def run_step(step: Step, log: Path) -> str:
+def run_step(step: SuiteStep, log: Path) -> str:
     """Run a step, with its output in `log`; return how it failed, "" if it did not."""
     variables = launcher.environment_without_launcher() | launcher.mpirun_settings()
     child = run_child(step.command, step.limit, log, cwd=ROOT, env={**variables, **step.settings},
@@ -97,7 +98,7 @@ def run_step(step: Step, log: Path) -> str:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SuiteOutcome:
     """The end of a step.
 
     Attributes
@@ -122,7 +123,7 @@ class Outcome:
                 f"{self.problem or self.last_line}").rstrip()
 
 
-def run_steps(steps: Sequence[Step], out: Path) -> Iterator[Outcome]:
+def run_steps(steps: Sequence[SuiteStep], out: Path) -> Iterator[SuiteOutcome]:
     """Run the steps, one after another, and write a line for each into the summary in `out`."""
     out.mkdir(parents=True, exist_ok=True)
     with (out / "summary.txt").open("w", encoding="utf-8") as summary:
@@ -135,7 +136,7 @@ def run_steps(steps: Sequence[Step], out: Path) -> Iterator[Outcome]:
                 problem = str(error)
             took, said = time.monotonic() - begun, _last_line(log)
             skipped = step.tests and "skipped" in said and "passed" not in said
-            outcome = Outcome(step.name, took, problem, said, skipped)
+            outcome = SuiteOutcome(step.name, took, problem, said, skipped)
             summary.write(f"{outcome}\n")
             summary.flush()
             yield outcome

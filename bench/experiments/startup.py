@@ -23,7 +23,7 @@ from mm3d.console import protect, say
 from mm3d.grid.split import Split
 
 MOST_RANKS = 4096    # that one machine starts
-PHASES = ("all ranks run", "grid", "model", "first step", "step")
+STAGES = ("all ranks run", "grid", "model", "first step", "step")
 CALLS = 100    # of the small gather
 ROUNDS = 3    # of a number of ranks, without mm3d and with it
 PROGRAM = __spec__.name    # of this module, also where it is run as a program
@@ -66,9 +66,9 @@ def measure_start(ranks: int) -> tuple[dict[str, Any], dict[str, Any]]:
     Returns
     -------
     dict, dict
-        Of each: seconds of the first of `PHASES`; and "memory", by the stage after which it was
+        Of each: seconds of the first of `STAGES`; and "memory", by the stage after which it was
         read: resident and private bytes of rank 0, NaN where the system does not tell.  With mm3d
-        also "transport", along the first direction of its grid; seconds of the other `PHASES`; and
+        also "transport", along the first direction of its grid; seconds of the other `STAGES`; and
         of a rank's processor time for a small gather, the mean of `CALLS`: "call".
 
     Raises

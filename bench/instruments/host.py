@@ -12,7 +12,7 @@ from pathlib import Path
 
 from threadpoolctl import threadpool_info, threadpool_limits
 
-from bench.cluster.spec import VARIABLE, Cluster
+from bench.cluster.spec import CLUSTER_ENV, Cluster
 from bench.records.atomic import LOCAL
 from bench.records.schema import UNKNOWN
 from bench.records.measurements import Setting
@@ -95,7 +95,7 @@ def describe_host(backend: str, ranks: int, mpi_library: str, command: str) -> d
                              launcher.ranks_on_these_cores())
     commit, clean = source = source_at_start()
     tuning = {name: value for name, value in sorted(os.environ.items())
-              if TUNING.fullmatch(name) and not name.startswith(VARIABLE)}
+              if TUNING.fullmatch(name) and not name.startswith(CLUSTER_ENV)}
     slurm = {name: os.environ[f"SLURM_{name}"] for name in SLURM if f"SLURM_{name}" in os.environ}
     return {"cpu_model": cpu_model(), "cores": cores, "ranks": ranks,
             "ranks_on_this_node": local, "ranks_per_core": sharing / cores,
@@ -107,7 +107,7 @@ def describe_host(backend: str, ranks: int, mpi_library: str, command: str) -> d
             "tuning_variables": mask_variables(tuning), "slurm": mask_variables(slurm),
             "command": command,
             "git_commit": commit, "git_clean": clean and source_version() == source,
-            **describe_quota(), **describe_cluster(Cluster.from_environment()),
+            **describe_quota(), **cluster_environment(Cluster.from_environment()),
             **backends.get(backend).describe_device(),
             **clock_speeds(), **_versions(), **describe_blas()}
 
@@ -122,7 +122,7 @@ def describe_quota() -> dict[str, Setting]:
                                      "allowed_cores": launcher.allowed_cores()}
 
 
-def describe_cluster(cluster: Cluster | None) -> dict[str, Setting]:
+def cluster_environment(cluster: Cluster | None) -> dict[str, Setting]:
     """Describe the emulated cluster of a run for the record; nothing without one.
 
     ``emulated_cluster`` is what `Cluster.parse` reads; the rate is in bit/s, infinite without a

@@ -28,7 +28,7 @@ ON_DEVICE = 768 << 20    # bytes of each rank's arrays on a device, several time
 PART = 8            # the arrays take at most 1 / PART of the node's memory
 SAMPLE = 0.02       # least seconds of a sample
 ROUNDS = 5          # samples; the best counts
-Step = tuple[Callable[[], Any], int]    # a call, and its operations or the bytes that it moves
+TimedCall = tuple[Callable[[], Any], int]    # and its operations or the bytes that it moves
 
 
 def measure_peaks(backend: Backend, dtype: str, comm, quick: bool = False,
@@ -101,7 +101,7 @@ def summed_bytes(caches: float) -> int:
     return min(wanted, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // PART)
 
 
-def _product(backend: Backend, dtype: str) -> Step:
+def _product(backend: Backend, dtype: str) -> TimedCall:
     """Return a call that multiplies square matrices, and its operations."""
     a, b, c = (backend.empty((SIZE, SIZE), dtype) for _ in range(3))
     for matrix in (a, b, c):
@@ -109,7 +109,7 @@ def _product(backend: Backend, dtype: str) -> Step:
     return lambda: backend.gemm(a, b, c), 2 * SIZE ** 3
 
 
-def add_arrays(backend: Backend, total: int) -> Step:
+def add_arrays(backend: Backend, total: int) -> TimedCall:
     """Return a call that adds arrays of `total` bytes together, and the bytes that it moves."""
     xp, length = backend.xp, max(1, total // 12)
     a, b, c = (xp.ones((length,), dtype=xp.float32) for _ in range(3))

@@ -15,7 +15,7 @@ from mm3d.grid.shape import GridShape
 from mm3d.model import cost
 from mm3d.transport.node_words import number_nodes
 
-Sizes = dict[str, int]
+GroupSizes = dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Placement:
     node_of_rank: str
 
 
-def words_by_direction(scheme: str, shape: Sizes, model: ModelSizes) -> Sizes:
+def words_by_direction(scheme: str, shape: GroupSizes, model: ModelSizes) -> GroupSizes:
     """Count the words that a step of the model moves along each direction, over all ranks."""
     moved = dict.fromkeys(shape, 0)
     for phase in cost.words(scheme, shape, model).values():
@@ -47,7 +47,7 @@ def words_by_direction(scheme: str, shape: Sizes, model: ModelSizes) -> Sizes:
     return moved
 
 
-def direction_order(inside: str, scheme: str, shape: Sizes, model: ModelSizes) -> str:
+def direction_order(inside: str, scheme: str, shape: GroupSizes, model: ModelSizes) -> str:
     """Return the directions from slowest to fastest, so that `inside` stays within a node.
 
     Parameters
@@ -69,7 +69,7 @@ def direction_order(inside: str, scheme: str, shape: Sizes, model: ModelSizes) -
     return "".join(sorted(shape, key=lambda axis: (axis == inside, moved[axis])))
 
 
-def mesh_order(mesh: Sizes, inside: str) -> str:
+def mesh_order(mesh: GroupSizes, inside: str) -> str:
     """Return the directions of a mesh from slowest to fastest, `inside` the fastest.
 
     The others keep their order, and with "" all do.
@@ -85,7 +85,7 @@ def mesh_order(mesh: Sizes, inside: str) -> str:
     return "".join(mesh).replace(inside, "") + inside
 
 
-def reorder_ranks(comm: MPI.Intracomm, shape: Sizes, chosen: str) -> MPI.Intracomm:
+def reorder_ranks(comm: MPI.Intracomm, shape: GroupSizes, chosen: str) -> MPI.Intracomm:
     """Renumber the ranks of `comm` so that the last direction of `chosen` varies fastest in it.
 
     Every rank calls this.  Rank 0 stays rank 0; the caller frees the communicator.
@@ -94,7 +94,7 @@ def reorder_ranks(comm: MPI.Intracomm, shape: Sizes, chosen: str) -> MPI.Intraco
     return comm.Split(0, GridShape.from_sizes(shape).rank(launched.coordinates(comm.rank)))
 
 
-def placement_outcome(comm: MPI.Intracomm, shape: Sizes, chosen: str) -> Placement:
+def placement_outcome(comm: MPI.Intracomm, shape: GroupSizes, chosen: str) -> Placement:
     """Determine which directions lie within nodes with the order `chosen`.
 
     Each rank of `comm`, in the order of the grid, calls this.

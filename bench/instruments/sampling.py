@@ -41,13 +41,15 @@ def take_samples(sample: Callable[[], float], limits: timing.Limits,
     return found[0], ended_by
 
 
-def medians(samples: Sequence[Sequence[float]]) -> list[Interval]:
+def median_intervals(samples: Sequence[Sequence[float]]) -> list[Interval]:
     """Compute the median and its interval of each function's samples."""
     return [median_interval(each) for each in samples]
 
 
 def take_samples_in_turns(samples: Sequence[Callable[[], Taken]], limits: timing.Limits, seed: int,
-                          comm, intervals: Callable[[list[list[Taken]]], list[Interval]] = medians,
+                          comm,
+                          intervals: Callable[[list[list[Taken]]], list[Interval]]
+                          = median_intervals,
                           warmup: int = 0, now: Callable[[], float] = timing.perf_counter
                           ) -> tuple[list[list[Taken]], str]:
     """Take one sample of each in every round, in random order, until the limits are reached.

@@ -11,7 +11,7 @@ from typing import Any, Callable, Iterable, NamedTuple
 import numpy as np
 
 from mm3d.grid.axis import COLLECTIVES
-from mm3d.tracing.events import Collective, Event, Gemm, Layer, Observer, Phase, Recomputation
+from mm3d.tracing.events import Collective, Event, Gemm, LayerEvent, Observer, Phase, Recomputation
 
 PART_OF_KIND = {"gemm": "gemm", "layer": "elementwise", "again": "elementwise", "wait": "waiting",
                 "phase": "other"}
@@ -84,7 +84,7 @@ class Recorder(Observer):
         if isinstance(event, Phase):
             self._phase = event.name
             self._begin(event.name, "phase")
-        elif isinstance(event, Layer):
+        elif isinstance(event, LayerEvent):
             self._begin(event.name, "layer")
         elif isinstance(event, Recomputation):
             self._begin(event.name, "again")

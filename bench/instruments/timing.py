@@ -124,7 +124,7 @@ class Repetitions:
 
 
 @dataclass(frozen=True)
-class Measured:
+class TimedSteps:
     """The samples that `measure` has taken, on rank 0.
 
     Attributes
@@ -179,7 +179,7 @@ class Step:
 
 
 def measure(step: Step, warmup: int, limits: Limits,
-            stop: Callable[[], bool] = lambda: False) -> Measured | None:
+            stop: Callable[[], bool] = lambda: False) -> TimedSteps | None:
     """Repeat `step` until the limits are reached; rank 0 decides, outside of the timed phases."""
     comm, clock = step.comm, step.clock
     errors = np.array(comm.allgather((clock.resolution(), clock.offset_error))).max(axis=0)
@@ -204,13 +204,13 @@ def time_phases(model: Any, x: Any, dy: Any, clock: Clock) -> list[float]:
     return [float(forward.max()), float(backward.max())]
 
 
-def _measured(kept: list[np.ndarray], ranks: int, ended_by: str, errors: np.ndarray) -> Measured:
+def _measured(kept: list[np.ndarray], ranks: int, ended_by: str, errors: np.ndarray) -> TimedSteps:
     """Compute durations and lateness of the repetitions that count."""
     times = np.array(kept).reshape(-1, ranks, 2, 2)
     starts = times[..., 0].transpose(2, 0, 1)
     late = starts - starts.min(axis=2, keepdims=True)
-    return Measured(dict(zip(PHASES, _samples(times))), dict(zip(PHASES, late)), ended_by,
-                    *map(float, errors))
+    return TimedSteps(dict(zip(PHASES, _samples(times))), dict(zip(PHASES, late)), ended_by,
+                      *map(float, errors))
 
 
 def _samples(kept: list[np.ndarray] | np.ndarray) -> np.ndarray:

@@ -19,11 +19,11 @@ from mm3d.arrays import backend as backends
 from mm3d.arrays.backend import Array, Progress, host_dtype
 from mm3d.grid.grid import GridAxes
 from mm3d.tracing.dry_arrays import DryArray, DryBackend, DryNamespace
-from mm3d.tracing.events import Gemm, Pass
+from mm3d.tracing.events import Gemm, MemoryPass
 from mm3d.transport.mpi import MpiTransport
 from mm3d.transport.pending import Pending
 
-Seconds = Callable[[Gemm | Pass], float]
+WorkSeconds = Callable[[Gemm | MemoryPass], float]
 OVERLAPPED_SLEEPS = 8    # parts of a wait for work while a collective goes on
 SHORTEST_SLEEP = 1e-3    # seconds of a part of elementwise work, at least
 
@@ -55,7 +55,7 @@ class WorkClock:
         Seconds that events take from now on over those of the model; 0 to wait for nothing.
     """
 
-    def __init__(self, seconds: Seconds, now: Callable[[], float] = time.perf_counter,
+    def __init__(self, seconds: WorkSeconds, now: Callable[[], float] = time.perf_counter,
                  sleep: Callable[[float], None] = time.sleep) -> None:
         self._seconds, self._known = seconds, {}
         self._now, self._pause = now, sleep
@@ -63,7 +63,7 @@ class WorkClock:
         self.between_sleeps: Progress = None
         self.reset()
 
-    def count_event(self, event: Gemm | Pass) -> None:
+    def count_event(self, event: Gemm | MemoryPass) -> None:
         """Add the seconds of an event, which occurs `times` times, to the queue."""
         seconds = self._known.get(event)
         if seconds is None:
@@ -147,7 +147,7 @@ class WaitingBackend(DryBackend):
 
     name = "waiting"
 
-    def __init__(self, seconds: Seconds, block: int) -> None:
+    def __init__(self, seconds: WorkSeconds, block: int) -> None:
         super().__init__()
         self.kernels.calling = None    # calls of functions take no time beside their work
         self.reset(block)
@@ -307,7 +307,7 @@ class WaitingTransport(MpiTransport):
 
 
 @contextmanager
-def waited_work(grids: Sequence[GridAxes], seconds: Seconds,
+def waited_work(grids: Sequence[GridAxes], seconds: WorkSeconds,
                 block: int) -> Iterator[WaitingBackend]:
     """Let models built on `grids` within the block wait for their work instead of computing it.
 

@@ -19,22 +19,22 @@ from mm3d.schemes import find_scheme
 from mm3d.training.schedules import Times, build, clock
 from mm3d.training.schedules.search import least_cost
 
-Number = int | Fraction
+ExactNumber = int | Fraction
 ROUTED = (".experts.up.", ".experts.down.")    # in names of parameters that not all tokens use
 MEASURES = ("bubble", "bubble_rate", "bubble_over_work", "idle_share")    # of a `Timeline`
 
 
-def ratio(over: Sequence[Number], under: Sequence[Number] = ()) -> Fraction:
+def ratio(over: Sequence[ExactNumber], under: Sequence[ExactNumber] = ()) -> Fraction:
     """Divide a product by a product."""
     return Fraction(prod(over)) / prod(under)
 
 
-def total(parts: Sequence[Number], under: Number = 1) -> Fraction:
+def total(parts: Sequence[ExactNumber], under: ExactNumber = 1) -> Fraction:
     """Divide a sum by a number."""
     return Fraction(sum(parts)) / under
 
 
-def percent_more(new: Number, old: Number) -> Fraction:
+def percent_more(new: ExactNumber, old: ExactNumber) -> Fraction:
     """Return by how many percent one number is more than another."""
     return 100 * Fraction(new) / old - 100
 
@@ -63,8 +63,8 @@ def t5_parameters(hidden: int, layers: int, vocabulary: int, attention: Sequence
             + (2 * layers - routed) * one + routed * experts * (one + hidden))
 
 
-def step_flops(layers: int, hidden: int, vocabulary: int, sequence: int, batch: Number = 1,
-               passes: Sequence[int] = (3, 3, 3), under: Sequence[Number] = ()) -> Fraction:
+def step_flops(layers: int, hidden: int, vocabulary: int, sequence: int, batch: ExactNumber = 1,
+               passes: Sequence[int] = (3, 3, 3), under: Sequence[ExactNumber] = ()) -> Fraction:
     """Count the operations of a training step of a GPT, divided by numbers, as seconds and GPUs.
 
     A forward counts `passes` times, in linear layers, in attention and in the head: three times
@@ -77,7 +77,7 @@ def step_flops(layers: int, hidden: int, vocabulary: int, sequence: int, batch: 
         times * part for times, part in zip(passes, parts, strict=True))
 
 
-def replica_bytes(parameters: Number, shards: int, zero: int) -> Fraction:
+def replica_bytes(parameters: ExactNumber, shards: int, zero: int) -> Fraction:
     """Return the bytes of a rank's values, gradients and optimizer in a stage of ZeRO."""
     return Fraction(parameters) * state_bytes(zero, Fraction(shards))
 
@@ -127,20 +127,20 @@ def model_flops(model: str, sequence: int, passes: int = 1) -> int:
     return passes * (layers + 2 * sequence * found.hidden * found.vocab)
 
 
-def flops_of_tokens(model: str, tokens: Number) -> Fraction:
+def flops_of_tokens(model: str, tokens: ExactNumber) -> Fraction:
     """Return 6 operations for each parameter and token."""
     return 6 * model_parameters(model) * Fraction(tokens)
 
 
 def bubble(schedule: str, measure: str, stages: int, microbatches: int,
-           times: Sequence[Number] = (1, 1, 1)) -> Fraction:
+           times: Sequence[ExactNumber] = (1, 1, 1)) -> Fraction:
     """Time a schedule action by action, and return one of `MEASURES`."""
     check_name("measure", measure, MEASURES)
     found = build(schedule, stages, microbatches)
     return getattr(clock(found, Times.equal(found.stage_count, *times)), measure)
 
 
-def interleaved_rate(stages: int, microbatches: int, layers: int, times: Sequence[Number]
+def interleaved_rate(stages: int, microbatches: int, layers: int, times: Sequence[ExactNumber]
                      ) -> Fraction:
     """Return the rate of interleaved 1F1B as the zero-bubble paper counts it.
 
@@ -155,7 +155,7 @@ def interleaved_rate(stages: int, microbatches: int, layers: int, times: Sequenc
 
 
 def searched_rate(memory: int, stages: int, microbatches: int, hidden: int, heads: int,
-                  sequence: int, times: Sequence[Number]) -> Fraction:
+                  sequence: int, times: Sequence[ExactNumber]) -> Fraction:
     """Return the rate of the best schedule that `auto` finds.
 
     A rank may hold the activations of `memory` micro-batches for each of the `stages`.  W still
@@ -167,14 +167,15 @@ def searched_rate(memory: int, stages: int, microbatches: int, hidden: int, head
                        kept=kept), found).bubble_rate
 
 
-def least_rate(memory: int, stages: int, microbatches: int, times: Sequence[Number]) -> Fraction:
+def least_rate(memory: int, stages: int, microbatches: int,
+               times: Sequence[ExactNumber]) -> Fraction:
     """Return a rate that no schedule with one stage a rank falls below in this memory."""
     least = least_cost(stages, microbatches, Times.equal(stages, *times),
                        Fraction(memory * stages))
     return 1 - microbatches * sum(times[:3]) / Fraction(least)
 
 
-def claimed_bubble(schedule: str, stages: int, times: Sequence[Number]) -> Fraction:
+def claimed_bubble(schedule: str, stages: int, times: Sequence[ExactNumber]) -> Fraction:
     """Return the bubble as DeepSeek-V3 states it, F&B being F + B: of 1f1b, zb-h1 or dualpipe-v.
 
     DualPipeV has two chunks a rank, so that half of its pipeline stages are its ranks.

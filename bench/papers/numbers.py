@@ -11,7 +11,7 @@ MOST_ROUNDED = 8    # inputs of a cell: each doubles what its interval takes
 MEANINGS = {"=": "equal in all printed digits", "~": "within the rounding of the printed inputs",
             "t": "truncated, not rounded", "<": "more than a search finds",
             "!": "different from what the printed inputs give"}
-Interval = tuple[Fraction, Fraction]
+ExactInterval = tuple[Fraction, Fraction]
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +44,7 @@ class Rounded:
 
 
 @dataclass(frozen=True)
-class Cell:
+class ComparedCell:
     """A printed number beside the computed one.
 
     Attributes
@@ -63,7 +63,7 @@ class Cell:
     row: str
     printed: Rounded | None
     computed: Fraction
-    reach: Interval
+    reach: ExactInterval
     verdict: str
     expected: str
 
@@ -93,9 +93,9 @@ class Cell:
         return f"{float(number):{sign}.{places + 1}f}"
 
 
-def judge(printed: Rounded | None, computed: Fraction, reach: Callable[[], Interval],
-          searched: bool = False) -> tuple[Interval, str]:
-    """Judge a printed number by the computed one; return the interval and the verdict of a `Cell`.
+def judge_number(printed: Rounded | None, computed: Fraction, reach: Callable[[], ExactInterval],
+                 searched: bool = False) -> tuple[ExactInterval, str]:
+    """Judge a printed number by the computed one; return the interval and a cell's verdict.
 
     `reach` returns the least and the most that the inputs can give, and is called only where that
     matters.  Where less is better, and was `searched` for, print may be more.
@@ -111,7 +111,7 @@ def judge(printed: Rounded | None, computed: Fraction, reach: Callable[[], Inter
     return here, "<" if searched and computed < printed.value else "!"
 
 
-def compute_reach(function: Callable[..., Any], inputs: Mapping[str, Any]) -> Interval:
+def compute_reach(function: Callable[..., Any], inputs: Mapping[str, Any]) -> ExactInterval:
     """Return the least and the most that a formula gives for inputs that are printed so.
 
     These are at corners, since a formula rises with each rounded input, or falls with it.  More

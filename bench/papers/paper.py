@@ -11,7 +11,8 @@ import msgspec
 
 from bench.cases.paper import load_tables
 from bench.errors import UsageError, require_known
-from bench.papers.numbers import MEANINGS, Cell, Interval, Rounded, compute, compute_reach, judge
+from bench.papers.numbers import (MEANINGS, ComparedCell, ExactInterval, Rounded, compute,
+                                  compute_reach, judge_number)
 from bench.text_files import decode, read_text
 
 ENDING = ".toml"
@@ -48,7 +49,7 @@ class Computed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     note: str = ""
 
 
-class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PrintedTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A printed table: rows, the columns that name them, and the columns that are computed.
 
     Instead of columns and rows, `cases` names a table of `bench.cases`.
@@ -69,7 +70,7 @@ class Paper(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     title: str
     source: str
-    tables: list[Table]
+    tables: list[PrintedTable]
     constants: dict[str, Value] = {}
 
 
@@ -77,9 +78,9 @@ class Paper(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Evaluated:
     """A computed column of a table: a cell for each row."""
 
-    table: Table
+    table: PrintedTable
     computed: Computed
-    cells: list[Cell]
+    cells: list[ComparedCell]
 
     @property
     def name(self) -> str:
@@ -87,18 +88,18 @@ class Evaluated:
         return f"{self.table.name}, {self.computed.column}"
 
 
-def names() -> list[str]:
+def list_papers() -> list[str]:
     """List the papers in alphabetical order."""
     return sorted(file.name.removesuffix(ENDING)
                   for file in resources.files("bench.papers").joinpath("printed").iterdir()
                   if file.name.endswith(ENDING))
 
 
-def load(name: str) -> Paper:
+def load_paper(name: str) -> Paper:
     """Read a paper by its name, or a file of the same form by its path; UsageError otherwise."""
     path: Any = Path(name)
     if not name.endswith(ENDING):
-        known = require_known({one: one for one in names()}, name, "paper",
+        known = require_known({one: one for one in list_papers()}, name, "paper",
                               f"list, all, findings or a file NAME{ENDING} would do too")
         path = resources.files("bench.papers").joinpath("printed", known + ENDING)
     text = read_text(path, name, "a file such as those in bench/papers/printed")
@@ -129,7 +130,7 @@ def evaluate(paper: Paper) -> Iterator[Evaluated]:
                     label = " ".join(str(row[name]) for name in table.label or [*row][:1])
                     known = {name: _number(value) for name, value in (
                         paper.constants | table.constants | row).items()}
-                    cells.append(Cell(label, *_judge(one, formulas, known), verdict))
+                    cells.append(ComparedCell(label, *_judge(one, formulas, known), verdict))
                 except (ArithmeticError, TypeError, ValueError, LookupError) as error:
                     why = {ZeroDivisionError: "a division by 0", KeyError: (
                         f"label {error}: a name of a column would do")}.get(type(error), error)
@@ -137,7 +138,7 @@ def evaluate(paper: Paper) -> Iterator[Evaluated]:
             yield Evaluated(table, one, cells)
 
 
-def _rows_of(table: Table) -> list[dict[str, Value]]:
+def _rows_of(table: PrintedTable) -> list[dict[str, Value]]:
     """Return the rows of a table by column; UsageError unless there are some of equal length."""
     columns, rows = table.columns, table.rows
     if table.cases:    # whose times have three decimals in print
@@ -163,7 +164,7 @@ def _number(value: Value) -> Any:
 
 
 def _judge(one: Computed, formulas: list[Callable[..., Any]], known: Mapping[str, Any]
-           ) -> tuple[Rounded | None, Fraction, Interval, str]:
+           ) -> tuple[Rounded | None, Fraction, ExactInterval, str]:
     """Return the printed number of a cell, the computed one, its interval, and the verdict."""
     taken = {name: None for each in formulas for name in inspect.signature(each).parameters}
     if unknown := one.given.keys() - taken:
@@ -178,7 +179,7 @@ def _judge(one: Computed, formulas: list[Callable[..., Any]], known: Mapping[str
     if not isinstance(printed, Rounded) and printed != "":
         raise ValueError(f"{printed!r} is no printed number: a text of digits would do")
     printed = printed or None
-    return printed, found, *judge(printed, found, lambda: tuple(
+    return printed, found, *judge_number(printed, found, lambda: tuple(
         end / unit for end in compute_reach(formulas[0], every[0])), one.searched)
 
 

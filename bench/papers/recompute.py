@@ -13,11 +13,11 @@ def recompute(name: str, show: Callable[[list[Part]], None]) -> int:
     """Print the numbers of a paper, published beside computed; 1 if one is not as expected."""
     if name == "list":
         show([Table("Papers", [Column("name"), Column("title", align="<")],
-                    [[one, paper.load(one).title] for one in paper.names()])])
+                    [[one, paper.load_paper(one).title] for one in paper.list_papers()])])
         return 0
-    names, found = (paper.names() if name in OF_ALL else [name]), {}
+    names, found = (paper.list_papers() if name in OF_ALL else [name]), {}
     for one in names:
-        text = paper.load(one)
+        text = paper.load_paper(one)
         found[one] = text, list(paper.evaluate(text))
         if name in OF_ALL:    # the searches of one take a minute
             complain(f"{len(found)} of {len(names)}: {one}")

@@ -8,7 +8,7 @@ import numpy as np
 
 from bench.errors import StoreError
 from bench.prediction.machine_model import Machine
-from bench.prediction.work import NAMES, Seconds, Work
+from bench.prediction.work import SIZE_NAMES, Seconds, Work
 from bench.records import model_run
 from bench.records.folder import read_runs
 from bench.records.measurements import Measurements, grid_shape
@@ -54,7 +54,7 @@ def read_measured(run: Measurements) -> Iterator[Measured]:
 
     def work(kind: str, form: str = "") -> Work:
         return Work(kind, chosen["scheme"], grid_shape(chosen),
-                    tuple(chosen[name] for name in NAMES[kind]), form)
+                    tuple(chosen[name] for name in SIZE_NAMES[kind]), form)
 
     if isinstance(run, model_run.Run):
         published = run.published["recomputed_step_time"]

@@ -32,7 +32,7 @@ Price = Callable[..., float]    # in seconds, given the fields of an event
 
 
 @dataclass(frozen=True)
-class Plan:
+class GridPlan:
     """A scheme on a grid with its predicted seconds and words, and its memory.
 
     Attributes
@@ -88,7 +88,7 @@ def words_over_bound(name: str, grid: GridShape, sizes: ModelSizes) -> float:
 
 
 def screen_grids(candidates: Iterable[tuple[str, GridShape]], machine: machine_model.Machine,
-                 stack: Stack) -> list[Plan]:
+                 stack: Stack) -> list[GridPlan]:
     """Predict a step of each scheme on its grid by closed forms.
 
     Grids on which a scheme has the same layouts, and divides along the same directions, are
@@ -106,7 +106,7 @@ def screen_grids(candidates: Iterable[tuple[str, GridShape]], machine: machine_m
     timed = np.frompyfunc(cache(lambda *gemm: gemm_seconds(machine, Gemm(*gemm))),
                           len(Gemm._fields), 1)
     screen = partial(_screen, machine, stack, price, timed)
-    found: dict[int, Plan] = {}
+    found: dict[int, GridPlan] = {}
     for (name, *_), grids in groups.items():
         found.update(zip(grids, screen(name, [*grids.values()])))
     return [found[place] for place in sorted(found)]
@@ -114,7 +114,7 @@ def screen_grids(candidates: Iterable[tuple[str, GridShape]], machine: machine_m
 
 def _screen(machine: machine_model.Machine, stack: Stack, price: Price,
             product_seconds: Price, name: str,
-            grids: Sequence[GridShape]) -> list[Plan]:
+            grids: Sequence[GridShape]) -> list[GridPlan]:
     """Predict a step on each of the grids: of all at once, if the scheme can count them so."""
     grid = grids[0]
     if len(grids) > 1:    # arrays of Python's whole numbers, of which none is too large
@@ -131,12 +131,12 @@ def _screen(machine: machine_model.Machine, stack: Stack, price: Price,
     seconds = [found[phase].seconds(price) for phase in PHASES]
     columns = [np.broadcast_to(np.array(numbers, object), len(grids)).tolist()
                for numbers in (*seconds, *words.values(), bound)]
-    return [Plan(name, one, forward, backward, dict(zip(words, moved)), over)
+    return [GridPlan(name, one, forward, backward, dict(zip(words, moved)), over)
             for one, forward, backward, *moved, over in zip(grids, *columns)]
 
 
 def screen_grid(name: str, grid: GridShape, machine: machine_model.Machine,
-                stack: Stack) -> Plan:
+                stack: Stack) -> GridPlan:
     """Predict a step of a scheme on a grid, as `screen_grids` does."""
     return screen_grids([(name, grid)], machine, stack)[0]
 

@@ -30,7 +30,7 @@ from bench.prediction.seconds import Flash
 from mm3d.arrays.backend import device_kernels
 from mm3d.model.stack import Stack
 from mm3d.tracing.dry_arrays import DryArray, DryBackend
-from mm3d.tracing.events import Boundary, Call, Gemm, Pass
+from mm3d.tracing.events import Boundary, Call, Gemm, MemoryPass
 from mm3d.tracing.trace import RECOMPUTED_SUFFIX, Trace
 
 ATTENTION = "attention"    # the part whose products are of scores
@@ -92,10 +92,11 @@ def with_kernels(trace: Trace, kernels: str, attention: str, dtype: str, head: i
             made = {}
         elif isinstance(event, Boundary):
             moved = one_kernel and boundary_bytes(event, *where, where[1] in with_weights)
-            made = {Pass("fused", moved): 1} if moved else {}
+            made = {MemoryPass("fused", moved): 1} if moved else {}
         elif isinstance(event, Call):
             made = {} if one_kernel else events_of_call(event)
-        elif isinstance(event, Pass) and (not own or hasattr(device_kernels(), event.within)):
+        elif isinstance(event, MemoryPass) and (not own
+                                                or hasattr(device_kernels(), event.within)):
             made = {}
         for one, count in made.items():
             found.events[*where, one] += times * count
@@ -125,7 +126,7 @@ class DeviceBackend(DryBackend):
                       threads: int = 0) -> None:
         if 0 not in blocks:
             moved = sum(a.nbytes for a in given if isinstance(a, DryArray))
-            self.trace.count_event(Pass(name, moved))
+            self.trace.count_event(MemoryPass(name, moved))
 
 
 @cache
@@ -180,4 +181,4 @@ def _add_softmax(found: Trace, where: tuple[str, str], way: str, work: tuple[flo
         if (phase, part) == where and isinstance(event, Gemm):
             found.events[phase, part, event._replace(dtype=dtype)] += times * share
     elements = flops / (2 * head * OWN_PRODUCTS[way])
-    found.events[(*where, Pass("softmax", SOFTMAX[way] * elements * itemsize(dtype)))] += 1
+    found.events[(*where, MemoryPass("softmax", SOFTMAX[way] * elements * itemsize(dtype)))] += 1

@@ -17,7 +17,7 @@ from mm3d.model.experts.options import ExpertOptions
 from mm3d.schemes import find_scheme
 from mm3d.schemes.closed_form import largest_block
 from mm3d.tracing import dry_run
-from mm3d.tracing.events import Boundary, Call, Collective, Gemm, Overlapped, PHASES, Pass
+from mm3d.tracing.events import Boundary, Call, Collective, Gemm, MemoryPass, Overlapped, PHASES
 
 ADDED = 3    # numbers that are moved to add one to a gradient
 # Arrays of keys or values that backward holds of a whole context, or of a block that goes round.
@@ -83,7 +83,7 @@ def elementwise_coefficients(kernels: str = "numpy", attention: str = "flash",
         rows.append(BlockSizes("1d", GridShape("x", (ranks,)), sizes).elements())
         added = ADDED * trace.parameters / 2 * (kernels != "fused")    # of values and gradients
         for phase, others in zip(PHASES, (0, added)):
-            moved = sum(e.bytes * n for e, n in trace.count(Pass, phase).items()) - others
+            moved = sum(e.bytes * n for e, n in trace.count(MemoryPass, phase).items()) - others
             found[phase].append(moved / itemsize(dtype) / kind.layers)
     return tuple(np.linalg.solve(np.array(rows), np.array(found[phase]))
                  for phase in PHASES)

@@ -25,7 +25,7 @@ def check_writable(path: Path, comm) -> None:
     """
     if path.suffix != ".toml":
         raise UsageError(f"--out {path}: a .toml file would do")
-    make_on_rank_0(lambda: journal.check_file(path, "--out"), comm)
+    make_on_rank_0(lambda: journal.check_output(path, "--out"), comm)
 
 
 def publish_machine(machine: Machine | None, path: Path, comm) -> int:

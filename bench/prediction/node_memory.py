@@ -16,7 +16,7 @@ from mm3d.transport.nodes import create_node_communicator
 
 
 @dataclass(frozen=True)
-class Node:
+class NodeMemory:
     """A node of a job.
 
     Attributes
@@ -52,12 +52,12 @@ class MemoryNeed:
     rank: float
     check: float
 
-    def on(self, node: Node) -> float:
+    def on(self, node: NodeMemory) -> float:
         """Return the bytes that the row needs on `node`."""
         return node.ranks * self.rank + node.checks * self.check
 
 
-def list_nodes(comm: MPI.Intracomm, limit: float | None = None) -> list[Node]:
+def list_nodes(comm: MPI.Intracomm, limit: float | None = None) -> list[NodeMemory]:
     """List the nodes of a job; the same on every rank; each must call this.
 
     Parameters
@@ -69,9 +69,9 @@ def list_nodes(comm: MPI.Intracomm, limit: float | None = None) -> list[Node]:
     seen = available_memory() if limit is None else limit
     first, ranks = node.bcast(comm.rank), node.size
     node.Free()
-    least: dict[int, Node] = {}
+    least: dict[int, NodeMemory] = {}
     for number, count, room in comm.allgather((first, ranks, math.inf if seen is None else seen)):
-        before = least.get(number, Node(count, number == 0, math.inf))
+        before = least.get(number, NodeMemory(count, number == 0, math.inf))
         least[number] = replace(before, available=min(before.available, room))
     return list(least.values())
 
@@ -89,7 +89,7 @@ def estimate_by_dry_runs(one: Case, grid: tuple[int, ...], recompute: str,
         + collected * itemsize(how.dtype))
 
 
-def explain_shortage(one: Case, grid: tuple[int, ...], recompute: str, nodes: list[Node],
+def explain_shortage(one: Case, grid: tuple[int, ...], recompute: str, nodes: list[NodeMemory],
                      block: int) -> str | None:
     """Name the node that lacks memory for a row, and a policy that fits; None if no node does."""
     need = estimate_by_dry_runs(one, grid, recompute, block)
@@ -108,8 +108,8 @@ def explain_shortage(one: Case, grid: tuple[int, ...], recompute: str, nodes: li
     return f"{line}no policy of recomputation fits; --node-memory none tries in any case"
 
 
-def check_memory(one: Case, grid: tuple[int, ...], recompute: str, backend: Backend,
-                 comm: MPI.Intracomm, limit: float | None = None) -> None:
+def check_row_fits(one: Case, grid: tuple[int, ...], recompute: str, backend: Backend,
+                   comm: MPI.Intracomm, limit: float | None = None) -> None:
     """Refuse a row for which a node lacks memory, before any large array is allocated.
 
     Each rank must call this.  The memory of devices is not checked.

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Callable, Iterator
 
 from bench.prediction import machine_model, memory_fit
-from bench.prediction.closed_form_plan import Plan, screen_grids
+from bench.prediction.closed_form_plan import GridPlan, screen_grids
 from bench.prediction.kernels import priced
 from bench.prediction.seconds import step_seconds
 from bench.prediction.shared_cores import trace_on_cores
@@ -19,7 +19,7 @@ from mm3d.schemes import find_scheme, registry
 from mm3d.tracing import dry_run
 from mm3d.tracing.trace import Trace
 
-TraceOf = Callable[[Plan, int, int], Trace]
+TraceOf = Callable[[GridPlan, int, int], Trace]
 TRACED = 32    # the greatest number of plans that are all traced
 TRACED_OF_MANY = 24    # plans traced where there are more
 FEW_RANKS = 1024    # up to this the best of each scheme is traced too; more would take seconds
@@ -46,13 +46,13 @@ def bound_regime(M: int, N: int, K: int, ranks: int) -> int:
     return 1 if ranks * n <= m else 2 if ranks * k * k <= m * n else 3
 
 
-def trace_plan(plan: Plan, machine: machine_model.Machine, stack: Stack,
-               trace_of: TraceOf | None = None) -> Plan:
+def trace_plan(plan: GridPlan, machine: machine_model.Machine, stack: Stack,
+               trace_of: TraceOf | None = None) -> GridPlan:
     """Replace the seconds and the memory of a plan by those of a dry run of rank 0.
 
     Tokens are assumed to choose all experts equally often.
     """
-    def alone(plan: Plan, rank: int, block: int) -> Trace:
+    def alone(plan: GridPlan, rank: int, block: int) -> Trace:
         return dry_run.extrapolate_step(
             plan.scheme, plan.grid.ranks, plan.grid, rank, block=block, **stack.fields())
     trace = trace_on_cores(
@@ -65,7 +65,7 @@ def trace_plan(plan: Plan, machine: machine_model.Machine, stack: Stack,
 
 def rank_plans(ranks: int, machine: machine_model.Machine, stack: Stack,
                top: int = TRACED_OF_MANY, scheme: str | None = None,
-               trace_of: TraceOf | None = None) -> list[Plan]:
+               trace_of: TraceOf | None = None) -> list[GridPlan]:
     """Rank all candidates by predicted seconds; traced plans first, of these fitting ones first.
 
     All plans are traced if there are at most `TRACED`, else the best `top`, and more, up to 4
@@ -106,7 +106,7 @@ def best_grid(scheme: str, ranks: int, machine: machine_model.Machine, stack: St
     return rank_plans(ranks, machine, stack, scheme=scheme, trace_of=trace_of)[0].grid
 
 
-def describe_fit(plan: Plan, machine: machine_model.Machine, stack: Stack) -> str:
+def describe_fit(plan: GridPlan, machine: machine_model.Machine, stack: Stack) -> str:
     """Format whether a plan fits the memory: "yes", "with" a policy of recomputation, or "NO"."""
     if plan.fits:
         return "yes"

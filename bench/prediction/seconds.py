@@ -18,7 +18,7 @@ import numpy as np
 from bench.cases.variants import itemsize
 from bench.prediction.machine_model import Machine
 from mm3d.grid.shape import GridShape
-from mm3d.tracing.events import Boundary, Call, Collective, Gemm, Overlapped, PHASES, Pass
+from mm3d.tracing.events import Boundary, Call, Collective, Gemm, MemoryPass, Overlapped, PHASES
 from mm3d.tracing.trace import Trace
 from mm3d.transport.choice import LEAST_NODES, transport_class
 from mm3d.transport.lanes import chunk_bytes
@@ -71,7 +71,7 @@ def deviation(measured: dict[str, float], edges: tuple[int, int, int]) -> float:
     return math.exp(total / weights)
 
 
-def pass_seconds(machine: Machine, event: Pass) -> float:
+def pass_seconds(machine: Machine, event: MemoryPass) -> float:
     """Predict the seconds of an elementwise operation at the full figures of `machine`."""
     if not machine.passes:
         return event.bytes / machine.memory_bandwidth
@@ -255,10 +255,10 @@ def with_strides(trace: Trace, stride_of: Callable[[Collective], int]) -> Trace:
     return found
 
 
-def work_seconds(machine: Machine, event: Gemm | Pass) -> float:
+def work_seconds(machine: Machine, event: Gemm | MemoryPass) -> float:
     """Predict the seconds of a product or an elementwise operation at the achieved fractions."""
     spent = {"latency": machine.launch_seconds}
-    if isinstance(event, Pass):
+    if isinstance(event, MemoryPass):
         return achieved_seconds(machine, spent | {"memory": pass_seconds(machine, event)})
     return achieved_seconds(machine, spent | {"gemm": gemm_seconds(machine, event)})
 
@@ -277,7 +277,7 @@ def trace_terms(machine: Machine, trace: Trace) -> dict[str, Terms]:
         spent["latency"] += times * machine.launch_seconds
         if isinstance(event, Flash):
             spent["gemm"] += times * event.flops / machine.gemm_rate[event.dtype]
-        elif isinstance(event, Pass):
+        elif isinstance(event, MemoryPass):
             spent["memory"] += times * pass_seconds(machine, event)
         else:
             spent["gemm"] += times * gemm_seconds(machine, event)

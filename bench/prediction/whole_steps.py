@@ -16,7 +16,7 @@ from bench.instruments import sampling
 from bench.instruments.clock import Clock
 from bench.instruments.placement import reorder_ranks
 from bench.instruments.timing import time_phases
-from bench.prediction.work import NAMES, Work
+from bench.prediction.work import SIZE_NAMES, Work
 from bench.records.assembly import make_record
 from bench.records.measurements import Check, Measurements, Setting
 from mm3d import ModelSizes
@@ -24,12 +24,12 @@ from mm3d.grid.grid import GridAxes
 from mm3d.tracing.events import PHASES
 
 Trial = Callable[[], list[float]]    # measures the seconds of forward and of backward
-Progress = Callable[[str], None]     # is given a line on what was done, on every rank
+Report = Callable[[str], None]     # is given a line on what was done, on every rank
 WORKS_OF_A_LINE = 8    # verified, before a line of progress
 
 
 def measure_works(batches: Sequence[Sequence[Work]], comm, dtype: str, seed: int, rounds: int,
-                  progress: Progress = lambda line: None,
+                  progress: Report = lambda line: None,
                   after: Callable[[int], None] = lambda turn: None
                   ) -> tuple[np.ndarray, list[Check]]:
     """Verify and measure forward and backward of works on all ranks of `comm`.
@@ -93,7 +93,7 @@ def measure_works(batches: Sequence[Sequence[Work]], comm, dtype: str, seed: int
 
 
 def measure_check(batches: Sequence[Sequence[Work]], comm, settings: dict[str, Setting],
-                  rounds: int, progress: Progress = lambda line: None) -> Measurements:
+                  rounds: int, progress: Report = lambda line: None) -> Measurements:
     """Measure works by `measure_works`; return the record, the same on all ranks.
 
     `settings` are their dtype and seed, and the transport of their collectives.
@@ -123,12 +123,12 @@ def prepare_layer(work: Work, comm, dtype: str, seed: int
                   ) -> tuple[GridAxes, Trial, list[Check]]:
     """Check a step of a Transformer against the serial scheme; return the grid, the trial that
     measures forward and backward, and the checks."""
-    sizes = ModelSizes(**dict(zip(NAMES["layer"], work.sizes)))
+    sizes = ModelSizes(**dict(zip(SIZE_NAMES["layer"], work.sizes)))
     scheme = mm3d.scheme(work.scheme, _in_order(work, comm), work.grid, "numpy")
     network = mm3d.Transformer(scheme, **sizes, seed=seed, dtype=dtype)
     x, dy = network.random("input"), network.random("output gradient")
     y, saved = network.forward(x)
-    checks = against_serial.compare(network, y, network.backward(dy, saved), dtype)
+    checks = against_serial.compare_with_serial(network, y, network.backward(dy, saved), dtype)
     return network.grid, partial(time_phases, network, x, dy, Clock(comm)), checks
 
 

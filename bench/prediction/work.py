@@ -16,7 +16,7 @@ from mm3d.tracing.observe import observed
 from mm3d.tracing.trace import Trace
 from mm3d.transport.communicators import DryCommunicator
 
-NAMES = {"matmul": "MNK", "layer": ("hidden", "heads", "batch", "seq", "layers")}
+SIZE_NAMES = {"matmul": "MNK", "layer": ("hidden", "heads", "batch", "seq", "layers")}
 Seconds = dict[str, float]    # by phase
 ORDER = "order="    # before the order of the ranks in a label
 
@@ -86,7 +86,7 @@ def _trace_in_order(work: Work, dtype: str, machine: Machine) -> Trace:
         return trace_on_cores(
             lambda rank: dry_run.extrapolate_step(
                 work.scheme, work.ranks, work.grid, rank, dtype=dtype,
-                block=machine.elementwise_block, **dict(zip(NAMES["layer"], work.sizes))),
+                block=machine.elementwise_block, **dict(zip(SIZE_NAMES["layer"], work.sizes))),
             work.scheme, work.grid, machine.cores_shared_by(work.ranks))
     backend = backends.get(DryBackend())
     backend.reset(machine.elementwise_block)

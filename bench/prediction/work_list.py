@@ -9,7 +9,7 @@ import numpy as np
 
 from bench.cases.variants import itemsize
 from bench.prediction import memory_fit, planner
-from bench.prediction.work import NAMES, Work
+from bench.prediction.work import SIZE_NAMES, Work
 from mm3d.grid.shape import GridShape
 from mm3d.model.stack import Stack
 from mm3d.schemes import find_scheme
@@ -47,7 +47,7 @@ def list_works(ranks: int, products: Iterable[tuple[int, ...]],
     if ranks > 1:
         every = [one for name in schemes or [None] for one in planner.list_candidates(ranks, name)]
         of_schemes = itertools.groupby(every, key=lambda one: one[0])
-        grids = [one for _, some in of_schemes for one in spread(list(some), most)]
+        grids = [one for _, some in of_schemes for one in choose_evenly(list(some), most)]
     works = [Work("matmul", scheme, grid, sizes, "ab") for sizes in products
              for scheme, grid in grids if find_scheme(scheme).matrix_product]
     works += [Work("layer", scheme, grid, sizes) for sizes in layers for scheme, grid in grids]
@@ -58,7 +58,7 @@ def list_works(ranks: int, products: Iterable[tuple[int, ...]],
             for order in (list_orders(work.grid, inside) if inside else [""])]
 
 
-def spread(listed: list, most: int) -> list:
+def choose_evenly(listed: list, most: int) -> list:
     """Choose at most `most` of `listed`, the first and the last and others evenly between."""
     if len(listed) <= most:
         return listed
@@ -106,7 +106,8 @@ def estimate_bytes(work: Work, dtype: str) -> float:
     """Estimate the bytes of a rank's arrays, with those of a step."""
     if work.kind == "layer":
         return memory_fit.predict_peak(
-            work.scheme, work.grid, Stack(**dict(zip(NAMES["layer"], work.sizes)), dtype=dtype))
+            work.scheme, work.grid,
+            Stack(**dict(zip(SIZE_NAMES["layer"], work.sizes)), dtype=dtype))
     m, n, k = work.sizes
     gathered = max(work.grid.sizes) / work.ranks    # of each matrix and its gradient, at most
     return 2 * (m * n + n * k + m * k) * gathered * itemsize(dtype)

@@ -17,7 +17,7 @@ LOCAL = Path("results", "local")    # measured here: git ignores it, beside comm
 SHARED = 0o666    # permissions of a file, less the process' umask
 
 
-def create(path: str | os.PathLike, data: bytes | memoryview) -> None:
+def create_file(path: str | os.PathLike, data: bytes | memoryview) -> None:
     """Write `data` as the new file `path`.
 
     Only the writer that has created PATH.part, which must not exist before, may create PATH.  Two

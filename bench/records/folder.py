@@ -14,7 +14,7 @@ from bench.records import merged, run_file
 from bench.records.measurements import Measurements
 from bench.records.model_run import Run
 
-Key = tuple[str, str, int]  # table, scheme, ranks
+RowKey = tuple[str, str, int]  # table, scheme, ranks
 # Settings of how long a measurement took, not of its subject.
 EFFORT = {"seed", "order", "warmup", "repetitions", "max_repetitions", "max_seconds", "width",
           "calls", "ended_by", "dilation"}
@@ -46,16 +46,16 @@ class Results:
     variant: Variant = Variant()
     recompute: str = ""
     cluster: str = ""
-    history: dict[tuple[Key, str], list[Run]] = field(default_factory=dict)
+    history: dict[tuple[RowKey, str], list[Run]] = field(default_factory=dict)
     overridden: int = 0
 
     @cached_property
-    def runs(self) -> dict[Key, Run]:
+    def runs(self) -> dict[RowKey, Run]:
         """The latest run of each row, by (table, scheme, ranks)."""
         return {key: runs[-1] for (key, like), runs in self.history.items() if not like}
 
     @cached_property
-    def equal(self) -> dict[tuple[Key, str], Run]:
+    def equal(self) -> dict[tuple[RowKey, str], Run]:
         """The latest run of each row with another row's batch, by the keys of `history`."""
         return {key: runs[-1] for key, runs in self.history.items() if key[1]}
 
@@ -219,7 +219,7 @@ def results_by_preset(runs: list[Run]) -> list[Results]:
     found = []
     for key, group in groups.items():
         for cluster, mine in group.items():
-            history: dict[tuple[Key, str], list[Run]] = {}
+            history: dict[tuple[RowKey, str], list[Run]] = {}
             kept = [run for run in mine if not run.configuration["overridden"]]
             for run in kept:
                 history.setdefault(row_of(run), []).append(run)
@@ -246,7 +246,7 @@ def policy_of(run: Run) -> str:
     return str(run.configuration.get("recompute", "none"))
 
 
-def row_of(run: Run) -> tuple[Key, str]:
+def row_of(run: Run) -> tuple[RowKey, str]:
     """Return the run's row of the tables, and the scheme whose batch it has, "" for its own."""
     chosen = run.configuration
     return (chosen["table"], chosen["scheme"], run.ranks), str(chosen.get("equal_tokens", ""))

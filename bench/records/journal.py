@@ -23,9 +23,9 @@ from bench.errors import StoreError
 from bench.records import atomic
 from mm3d.console import complain
 
-NAME = "journal.jsonl"
+JOURNAL = "journal.jsonl"
 # Hands the token of its entry in the journal from `reproduce` to the ranks that it starts.
-VARIABLE = "BENCH_JOURNAL_ENTRY"
+ENTRY_ENV = "BENCH_JOURNAL_ENTRY"
 UNSUPPORTED = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
 
 
@@ -40,7 +40,7 @@ class Journal:
 
     def __init__(self, folder: str | os.PathLike) -> None:
         self.folder = Path(folder)
-        self.path = self.folder / NAME
+        self.path = self.folder / JOURNAL
         self.claimed = False
         self._descriptor = self._open()
 
@@ -109,7 +109,7 @@ class Journal:
         """Return whether the reproduction that has locked the folder started this process."""
         tokens = [entry.get("token") for entry in self.entries()
                   if entry["event"] in ("begin", "resume")]
-        return bool(tokens) and tokens[-1] == os.environ.get(VARIABLE)
+        return bool(tokens) and tokens[-1] == os.environ.get(ENTRY_ENV)
 
 
 def append_entry(descriptor: int, entry: dict[str, Any]) -> None:
@@ -173,7 +173,7 @@ def journal_of(folder: Path) -> Journal:
 
 def superseded(folder: Path) -> bool:
     """Return whether another reproduction has replaced the one that started this process."""
-    return VARIABLE in os.environ and folder in _open and not (
+    return ENTRY_ENV in os.environ and folder in _open and not (
         _open[folder].claimed or _open[folder].held_by_parent())
 
 
@@ -248,7 +248,7 @@ def check_folder(folder: str | os.PathLike, option: str = "--out", keep: bool = 
     return folder
 
 
-def check_file(file: str | os.PathLike, option: str) -> None:
+def check_output(file: str | os.PathLike, option: str) -> None:
     """Make sure that the file of an `option` can be written, before the work that fills it.
 
     Raises StoreError when it is a folder, or it or its folder cannot be written.

@@ -126,7 +126,7 @@ def merge_files(paths: list[Path], target: Path, anew: bool = False) -> tuple[in
             raise StoreError("\n".join([f"there are no runs to merge into {target}: name files "
                                         f"that have some", *problems]))
     try:
-        (atomic.replace if anew else atomic.create)(target, image.getbuffer())
+        (atomic.replace if anew else atomic.create_file)(target, image.getbuffer())
     except FileExistsError as error:
         if target.exists():
             raise StoreError(f"{target} is there already: name a new file") from error

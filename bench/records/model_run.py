@@ -12,7 +12,7 @@ from mm3d.grid.shape import GridShape
 from mm3d.tracing.events import PHASES
 
 AXES = ("x", "y", "z")    # the directions that every record has
-COUNTS = {"calls": "1", "messages": "1", "words": "1", "bytes": "byte"}
+COUNT_UNITS = {"calls": "1", "messages": "1", "words": "1", "bytes": "byte"}
 TRAFFIC_DIMS = ("phase", "rank", "axis", "collective")
 
 
@@ -45,13 +45,13 @@ class Run(Measurements):
 
     @property
     def traffic(self) -> dict[str, np.ndarray]:
-        """Counts of one step, (phases, ranks, directions, collectives), for each of `COUNTS`.
+        """Counts of one step, (phases, ranks, directions, collectives), for each of `COUNT_UNITS`.
 
         Along the dimensions in the orders of `PHASES`, `directions` and `COLLECTIVES`.  Also
         "moved", float64, the words that the transport moved (`mm3d.grid.axis.Traffic`), which
         earlier files lack.
         """
-        return {name: self._by_collective(name) for name in (*COUNTS, "moved")
+        return {name: self._by_collective(name) for name in (*COUNT_UNITS, "moved")
                 if name in self.groups["traffic"].variables}
 
     @property
@@ -139,7 +139,7 @@ def traffic_group(counts: Mapping[str, np.ndarray], expected_words: np.ndarray,
     counts, expected_words
         See `Run.traffic` and `Run.expected_words`; integers except "moved".
     """
-    units = {**COUNTS, "moved": "1"}
+    units = {**COUNT_UNITS, "moved": "1"}
     ranks = counts["words"].shape[1]
     return Group({"phase": PHASES, "rank": range(ranks), "axis": directions,
                   "collective": COLLECTIVES},

@@ -68,7 +68,7 @@ def _publish(data: memoryview, folder: Path, stem: str) -> Path:
     for attempt in range(1, MAX_SAME_NAMES + 1):
         final = folder / (f"{stem}.h5" if attempt == 1 else f"{stem}-{attempt}.h5")
         try:
-            atomic.create(final, data)
+            atomic.create_file(final, data)
         except FileExistsError:
             continue
         return final

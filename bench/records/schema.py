@@ -60,19 +60,21 @@ SETTINGS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 @functools.cache
-def load() -> dict[str, Any]:
+def load_schema() -> dict[str, Any]:
     """Read the settings and groups that all kinds have in common."""
     return tomllib.loads(Path(__file__).with_name("settings.toml").read_text(encoding="utf-8"))
 
 
 def of_kind(name: str) -> dict[str, Any]:
     """Return the schema of a kind, or of KIND.GROUP; empty if it is unknown."""
-    return kinds.schemas_of(name.partition(".")[0]).get(name) or load()["groups"].get(name, {})
+    own = kinds.schemas_of(name.partition(".")[0]).get(name)
+    return own or load_schema()["groups"].get(name, {})
 
 
 @functools.cache
 def _setting_kinds() -> dict[str, str]:
-    return {name: kind for kind, names in load()["settings"].items() for name in names.split()}
+    return {name: kind for kind, names in load_schema()["settings"].items()
+            for name in names.split()}
 
 
 def check_settings(group: str, settings: Mapping[str, Any], required: Sequence[str]) -> None:
@@ -86,7 +88,7 @@ def check_settings(group: str, settings: Mapping[str, Any], required: Sequence[s
             raise ValueError(f"{group}/{name} is missing")
     for name, value in settings.items():
         about, fits = SETTINGS.get(_setting_kinds().get(name, ""), ("", lambda value: True))
-        choices = load()["choices"].get(name, "").split()
+        choices = load_schema()["choices"].get(name, "").split()
         if choices:
             about, fits = " or ".join(choices), choices.__contains__
         if not fits(value):
@@ -115,13 +117,13 @@ def required(kind: str, group: str) -> list[str]:
 def dimensions(kind: str) -> dict[str, str]:
     """Return the dimensions of the variables that files of a kind have, or may have, by name."""
     known = of_kind(kind)
-    return {**load()["common"]["optional"], **known.get("variables", {}),
+    return {**load_schema()["common"]["optional"], **known.get("variables", {}),
             **known.get("optional", {})}
 
 
 def labels(kind: str) -> dict[str, list[list[str]]]:
     """Return the labels that dimensions may have, by name."""
-    return {**load()["labels"], **of_kind(kind).get("labels", {})}
+    return {**load_schema()["labels"], **of_kind(kind).get("labels", {})}
 
 
 def derived(kind: str) -> dict[str, str]:
@@ -134,7 +136,8 @@ def check_needs(kind: str, found: Mapping[str, Any]) -> None:
 
     Raises ValueError when something is missing.
     """
-    for name, needed in {**load()["common"]["needs"], **of_kind(kind).get("needs", {})}.items():
+    for name, needed in {**load_schema()["common"]["needs"],
+                         **of_kind(kind).get("needs", {})}.items():
         value = found.get(name)
         if value is None or isinstance(value, str) and value in ("", "none"):
             continue
@@ -149,7 +152,7 @@ def check_group(kind: str, scales: Mapping[str, Sequence], variables: Mapping[st
     Raises ValueError when a variable is missing, has other dimensions than its name's or not the
     lengths of its scales, or numbers that cannot be.
     """
-    known, common = of_kind(kind), load()["common"]
+    known, common = of_kind(kind), load_schema()["common"]
     for name in known.get("variables", {}):
         if name not in variables:
             raise ValueError(f"{name} is missing")
@@ -201,16 +204,16 @@ def check_numbers(name: str, values: np.ndarray, signed: bool) -> None:
         raise ValueError(f"{name} has infinite numbers")
 
 
-def describe() -> str:
+def describe_files() -> str:
     """Describe files of every kind: settings, and variables by dimensions."""
-    common = load()
+    common = load_schema()
     lines = ["Settings, and what each is in files of every kind"]
     lines += [f"  {about}: {' '.join(common['settings'][name].split())}"
               for name, (about, _) in SETTINGS.items()]
     lines += [f"  {name}: {' or '.join(choices.split())}"
               for name, choices in common["choices"].items()]
     every = {"common": common["common"], **common["groups"]}
-    for kind in sorted(kinds.NAMES):
+    for kind in sorted(kinds.KIND_NAMES):
         every |= kinds.schemas_of(kind)
     for name, known in every.items():
         kind, _, group = name.partition(".")

@@ -11,7 +11,7 @@ from mm3d.tracing.layer_moves import LayerStory, Moved, LayerPart
 
 OPERANDS = {"A": "A, activations", "B": "B, weight", "C": "C, activations", "b": "vectors",
             "KV": "keys and values", "row sums": "sums of rows"}
-Counts = Counter[tuple[str, str]]    # words of all ranks, by direction and collective
+TrafficWords = Counter[tuple[str, str]]    # words of all ranks, by direction and collective
 
 
 def product_tables(story: Story) -> list[DocumentPart]:
@@ -58,9 +58,9 @@ def joined_moves(part: LayerPart) -> list[Moved]:
     return [Moved(*key, words) for key, words in found.items()]
 
 
-def _beside(counted: Counts, closed_form: Iterable[Move] | None) -> list[DocumentPart]:
+def _beside(counted: TrafficWords, closed_form: Iterable[Move] | None) -> list[DocumentPart]:
     """Make the table of words counted, beside the closed form; none where nothing travels."""
-    stated: Counts | None = None if closed_form is None else Counter()
+    stated: TrafficWords | None = None if closed_form is None else Counter()
     for move in closed_form or ():
         stated[move.axis, move.collective] += move.words
     rows = [[f"{kind.replace('_', '-')} along {direction}", words,

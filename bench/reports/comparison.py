@@ -160,7 +160,7 @@ def comparison_notes(first: Cases, second: Cases, common: list[str],
         waiting = any(recorded_variant(run.configuration).waits for run in runs)
         text.append(f"WARNING: in {crowded} of {len(runs)} runs ranks outnumber cores and take "
                     f"turns{', for all that is not waited for' * waiting}.")
-    return text + setting_differences(first, second, common)
+    return text + differing_settings(first, second, common)
 
 
 def mixed_setting_warnings(side: str, cases: Sequence[list]) -> list[str]:
@@ -176,7 +176,7 @@ def mixed_setting_warnings(side: str, cases: Sequence[list]) -> list[str]:
     return list(found)
 
 
-def setting_differences(first: Cases, second: Cases, common: list[str]) -> list[str]:
+def differing_settings(first: Cases, second: Cases, common: list[str]) -> list[str]:
     """List the settings and properties of the environment that differ between the sides."""
     found: dict[tuple[str, str, str], int] = {}
     for name in common:

@@ -11,7 +11,7 @@ from bench.prediction.seconds import TERMS, trace_terms
 from mm3d.model.experts.options import ExpertOptions
 from mm3d.model.experts.token_order import capacity_of
 from mm3d.model.stack import Stack
-from mm3d.tracing.events import Boundary, Call, Collective, Gemm, Overlapped, Pass
+from mm3d.tracing.events import Boundary, Call, Collective, Gemm, MemoryPass, Overlapped
 from mm3d.tracing.trace import Trace
 
 COUNTED = "words, bytes and messages are counted by the bucket algorithm; nothing travels"
@@ -29,7 +29,7 @@ def tables(trace: Trace, useful: dict[str, int], machine: machine_model.Machine 
     """
     found = [phase_table(trace, useful), collective_table(trace), part_table(trace),
              memory_table(trace)]
-    return [*found, seconds_table(priced(trace, machine, stack), machine)] if machine else found
+    return [*found, predicted_table(priced(trace, machine, stack), machine)] if machine else found
 
 
 def _count(number: int) -> Number:
@@ -43,7 +43,7 @@ def phase_table(trace: Trace, useful: dict[str, int]) -> Table:
     rows = [[phase, *map(_count, (
                 trace.flops(phase), again.get(phase, 0), useful[phase], trace.words(phase),
                 sum(t.messages for t in trace.traffic[phase].values()),
-                sum(e.bytes * n for e, n in trace.count(Pass, phase).items())))]
+                sum(e.bytes * n for e, n in trace.count(MemoryPass, phase).items())))]
             for phase in trace.phases]
     return Table("A step of this rank", [
         Column("phase"), Column("flops"), Column("of these again"),
@@ -87,7 +87,7 @@ def part_table(trace: Trace) -> Table:
         row = found[phase, part]
         if isinstance(event, Gemm):
             row[0] += times * event.flops
-        elif isinstance(event, Pass):
+        elif isinstance(event, MemoryPass):
             row[1] += times * event.bytes
         else:
             row[2] += times
@@ -149,7 +149,7 @@ def state_of(stored: int, dtype: str, zero: int, data: int, divided: int,
     return {name: sum(one[name] for one in parts) for name in parts[0]}
 
 
-def seconds_table(trace: Trace, machine: machine_model.Machine) -> Table:
+def predicted_table(trace: Trace, machine: machine_model.Machine) -> Table:
     """Make the table of predicted seconds on a machine, by the resource that takes them."""
     spent = trace_terms(machine, trace)
     rows = []

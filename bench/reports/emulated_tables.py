@@ -14,7 +14,7 @@ from bench.reports.emulated import waited_rows
 from bench.reports.emulated_rows import Emulated, of_run
 
 
-MARK = "*"    # of software that takes more than its allowed share of a step
+STAR = "*"    # of software that takes more than its allowed share of a step
 
 
 def emulated_parts(results: Results) -> list[Part]:
@@ -83,13 +83,13 @@ def rows_table(heading: str, found: Iterable[Emulated], measured: bool) -> Table
                    of=lambda one: one.predicted_average / one.average - 1),
             Column("slowed", "by", of=lambda one: one.dilation, form=".2g"),
             Column("share of", "software", of=lambda one: Number(
-                one.software, f"{share_text(one)}{MARK * (not one.quotable)}"))]
+                one.software, f"{software_text(one)}{STAR * (not one.quotable)}"))]
     else:
         columns.append(Column("step here", "(s)", of=lambda one: one.predicted))
     return make_table(f"{heading}: rows", columns, found)
 
 
-def share_text(one: Emulated) -> str:
+def software_text(one: Emulated) -> str:
     """Return the share of software; of one above its bound with a digit more, to be seen above."""
     return f"{one.software:.0%}" if one.quotable else f"{one.software:.1%}"
 
@@ -124,10 +124,10 @@ def compared(found: Sequence[Emulated]) -> Iterable[tuple[str, Emulated, Emulate
 
 
 def marked_shares(found: Sequence[Emulated]) -> list[str]:
-    """Name the rows of ratios with a `MARK`, each with the share that software took of a step."""
+    """Name the rows of ratios with a `STAR`, each with the share that software took of a step."""
     rows = {(one.row.key, one.row.like): one for _, *pair in compared(found) for one in pair
             if not one.quotable}
-    return [(f"{share_text(one)} of" if one.software > 0 else "an unknown share of")
+    return [(f"{software_text(one)} of" if one.software > 0 else "an unknown share of")
             + f" {title(one.row.scheme)} on {one.row.gpus} ranks, {one.row.table}"
             + _batch_of(one.row) for one in rows.values()]
 
@@ -146,7 +146,7 @@ def speed_up_cells(name: str, slow: Emulated, fast: Emulated, measured: bool) ->
     low, high = over.low, over.high
     if over.runs == 1:
         low, high = (slow.interval[k] / fast.interval[1 - k] for k in range(2))
-    mark = MARK * (not (slow.quotable and fast.quotable))
+    mark = STAR * (not (slow.quotable and fast.quotable))
     return [*cells, Number(over.ratio, f"{over.ratio:#.3g}{mark}"), _ratio(low), _ratio(high),
             over.runs, number_cell(predicted / over.ratio - 1, "+.0%")]
 
@@ -181,7 +181,7 @@ def similarity_notes(found: Sequence[Emulated]) -> list[str]:
         "Slowed by: links and waits of a row are this many times slower than the scale says, and "
         "its seconds are divided by it again. Share of software: seconds of a step whose links "
         "have no limit and which waits for nothing, over those of a step as it is timed; ranks "
-        f"share few cores for it. {MARK} marks a share above what was allowed, and ratios of such "
+        f"share few cores for it. {STAR} marks a share above what was allowed, and ratios of such "
         "rows: do not quote them.",
         "It shows: traffic, the placement of ranks on nodes, contention for links, what MPI's "
         "algorithms send beyond the least, and this software. It does not show: GPUs and their "

@@ -125,7 +125,7 @@ def state_emulated(runs: list[Run], groups: list[list[Emulated]]) -> list[str]:
     allowed = " or ".join(f"{share:.0%}" for share in shares)
     limit = (f"software took more than {allowed} of a step of rows" if any(shares) else
              "links and waits were not slowed until software takes little of a step, in rows")
-    shares = (f"{limit} whose ratios have a {emulated_tables.MARK}, which are not to be quoted: "
+    shares = (f"{limit} whose ratios have a {emulated_tables.STAR}, which are not to be quoted: "
               f"{'; '.join(above)}"
               if above else f"in all of them software took at most {allowed} of a step")
     return [

@@ -9,7 +9,7 @@ from bench.cases.paper import TITLES
 from bench.document import Cell, Column, Notes, Part, Table, number_cell
 from bench.prediction.beside_measured import Measured
 from bench.prediction.machine_model import Machine
-from bench.prediction.work import NAMES, Seconds, Work, predict_seconds
+from bench.prediction.work import SIZE_NAMES, Seconds, Work, predict_seconds
 from bench.records.notes import counted
 from mm3d.tracing.events import PHASES
 
@@ -96,7 +96,7 @@ def seconds_table(pairs: Sequence[Pair]) -> Table:
 
 def describe_errors(pairs: Sequence[Pair]) -> Iterator[str]:
     """Summarize the errors of predictions of products and of Transformers."""
-    for kind in NAMES:
+    for kind in SIZE_NAMES:
         off = [abs(pair.error) for pair in pairs if pair.measured.work.kind == kind]
         if off:
             yield (f"{kind}: {counted(len(off), 'run')}, error {np.median(off):.0%} in the "

@@ -88,7 +88,7 @@ def _rounded(value: float) -> Number:
     return number_cell(value, ".0f" if abs(value) >= 1000 else "#.3g")
 
 
-def wire_parts(results: Results) -> list[Part]:
+def row_wire_parts(results: Results) -> list[Part]:
     """Make the tables of the rows whose bytes between nodes were counted; none if there are none.
     """
     parts: list[Part] = []

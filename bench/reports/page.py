@@ -13,7 +13,7 @@ from bench.records.model_run import Run
 from bench.reports import merit
 from bench.reports.certainty import run_name
 from bench.reports.figures.every_figure import make_drawings
-from bench.reports.figures.style import Drawing, LeftOut, draw_each, draw_image
+from bench.reports.figures.style import Drawing, NoFigure, draw_each, draw_image
 from bench.reports.paper_tables import make_file
 
 UNCHANGED = " !$()*+,-./:;<=>?@[]^_{|}"    # within a data URL, in an attribute of HTML
@@ -21,7 +21,7 @@ WARNING = re.compile(r"[A-Z][A-Z ]+(\([^)]*\))?:")    # begins such a note, perh
 
 
 def write_page(found: FolderContents,
-               out: str | Path | None = None) -> tuple[Path, list[LeftOut]]:
+               out: str | Path | None = None) -> tuple[Path, list[NoFigure]]:
     """Write the page; return its path, and why figures are not drawn.
 
     Parameters

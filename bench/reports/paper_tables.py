@@ -10,7 +10,7 @@ from bench.cases.selection import select_rows
 from bench.cases.variants import recorded_variant
 from bench.document import Column, Notes, Number, Part, Rows, Table, number_cell
 from bench.records import model_run
-from bench.records.folder import (FolderContents, Key, Results, is_crowded, most_oversubscribed,
+from bench.records.folder import (FolderContents, Results, RowKey, is_crowded, most_oversubscribed,
                                   row_of, share_cores)
 from bench.records.model_run import Run
 from bench.records.notes import (counted, describe_cluster, describe_libraries, describe_source,
@@ -54,7 +54,7 @@ def preset_parts(results: Results) -> list[Part]:
         if results.plain or results.runs.keys() & {(name, PROPOSED, 64)}:
             parts.append(speed_ups.speed_up_table(title_of_all, name, results))
     parts += emulated_tables.emulated_parts(results)
-    parts += merit_rows.wire_parts(results)
+    parts += merit_rows.row_wire_parts(results)
     others = any(not row.published for name in HEADINGS for row in results.rows(name))
     published = published_notes() + [NOT_PUBLISHED] * others
     return parts + [Notes("About the published figures:", published),
@@ -208,7 +208,7 @@ def verified_notes(runs: Sequence[Run]) -> list[str]:
 
 def machine_notes(results: Results) -> list[str]:
     """Describe the environments of the runs, and their rows if there are several environments."""
-    found: dict[str, dict[Key, None]] = {}
+    found: dict[str, dict[RowKey, None]] = {}
     for run in sorted(results.shown_runs(), key=row_of):
         env = run.environment
         cluster = describe_cluster(env)
@@ -224,7 +224,7 @@ def machine_notes(results: Results) -> list[str]:
             for about, keys in found.items()]
 
 
-def _together(keys: Iterable[Key], every: set[Key]) -> str:
+def _together(keys: Iterable[RowKey], every: set[RowKey]) -> str:
     """Join the names of rows; all measured rows of a table get one name."""
     names = []
     for table in sorted({key[0] for key in keys}):
@@ -239,7 +239,7 @@ def words_agree(run: Run) -> bool:
     return np.array_equal(run.traffic["words"].sum(axis=1), run.expected_words)
 
 
-def _title(key: Key) -> str:
+def _title(key: RowKey) -> str:
     return f"{key[0]} {title(key[1])} {key[2]}"
 
 

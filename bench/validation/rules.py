@@ -104,7 +104,7 @@ def check_residuals(run: Run, own: list[Check]) -> Iterator[str]:
                    f"rules allow {limit:g}")
 
 
-def check_ranks(run: Run) -> Iterator[str]:
+def check_rank_counts(run: Run) -> Iterator[str]:
     """Check that all numbers of ranks are equal, and oversubscription is stated."""
     count, chosen = run.ranks, run.configuration
     for name, value in (("environment/ranks", run.environment["ranks"]),
@@ -239,5 +239,5 @@ def check_sizes(run: Run) -> Iterator[str]:
 
 
 RULES: tuple[Callable[[Run], Iterator[str]], ...] = (
-    check_samples, check_ending, check_verification, check_ranks, check_words, check_groups,
+    check_samples, check_ending, check_verification, check_rank_counts, check_words, check_groups,
     check_waits, check_wire, check_sizes)

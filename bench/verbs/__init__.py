@@ -68,7 +68,7 @@ def in_full(words: Sequence[str]) -> list[str]:
     return [verb, *words] if verb else [*words]
 
 
-def load(name: str) -> ModuleType:
+def load_verb(name: str) -> ModuleType:
     """Import a verb, or a kind such as ``measure matmul``."""
     return importlib.import_module(".".join([__name__, *name.split()]))
 
@@ -81,14 +81,14 @@ class _Parser(Parser):
         raise UsageError(message)
 
 
-def check_words(name: str, words: Sequence[str], ranks: int = 0) -> None:
+def check_command(name: str, words: Sequence[str], ranks: int = 0) -> None:
     """Check that the verb `name` takes the options `words`, without running it.
 
     A verb with a function ``check_ranks`` also says whether so many `ranks`, if any, can run it.
 
     Raises UsageError when one of them is unknown, has a wrong value, or is missing.
     """
-    parser, verb = _Parser(prog=f"bench {name}", add_help=False), load(name)
+    parser, verb = _Parser(prog=f"bench {name}", add_help=False), load_verb(name)
     add_options(parser, verb)
     arguments = parser.parse_args(words)
     if ranks and hasattr(verb, "check_ranks"):
@@ -128,7 +128,7 @@ def add_verbs(parser: argparse.ArgumentParser, chosen: Sequence[str] | None,
         if chosen is not None and name not in chosen[:1]:
             several.add_parser(name)
             continue
-        module = load(f"{verb} {name}")
+        module = load_verb(f"{verb} {name}")
         about = first_line(module.__doc__ or "")
         one = several.add_parser(name, help=about, description=about)
         if names(name):

@@ -40,7 +40,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "with --from, take what the logs do not say from this machine: a supplied one or a .toml "
         "file"))
     measuring.add_stall(parser)
-    measuring.add(parser, "cluster")
+    measuring.add_shared(parser, "cluster")
 
 
 def log_file(text: str) -> LogFile:
@@ -88,7 +88,7 @@ def fit_logs(path: Path, arguments: argparse.Namespace) -> int:
         raise UsageError(f"--machine {arguments.machine} has what calibrate measured, which "
                          f"would hide what logs say: a supplied machine such as dgx-a100 would do")
     logs = fitting.read_logs(arguments.logs)
-    links, rates = fitting.fit_links(logs.series), fitting.fit_rates(logs.products)
+    links, rates = fitting.fit_logged_links(logs.series), fitting.fit_rates(logs.products)
     tree = fitting.make_tree(path.stem, logs, links, rates, base)
     missing = fitting.missing_fields(tree)
     arguments.show(log_parts(logs, links, rates, missing))

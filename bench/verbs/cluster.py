@@ -18,7 +18,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "  Each node is a network namespace with a link of its own to a switch; Linux only, no "
         "root needed.  An mpirun in COMMAND fills one node with ranks after the other.  It has to "
         "be MPICH's or Open MPI's.  COMMAND's exit status is this one's.")
-    parser.add_argument("where", type=measuring.cluster, metavar=measuring.CLUSTER, help=(
+    parser.add_argument("where", type=measuring.cluster_spec, metavar=measuring.CLUSTER, help=(
         "nodes, the most ranks of each, the rate of its link in each direction, in bit, kbit, "
         "Mbit or Gbit per second (default unlimited), and the delay of what it sends, where the "
         "kernel has netem (default none): 4x2:200Mbit or 4x2:1Gbit,1ms"))

@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
     checks = list(CHECKS)
     if arguments.gpu:
         mpi.start()    # for the model on this GPU
-        from bench.doctor.gpu_checks import CHECKS as MORE
+        from bench.doctor.gpu_checks import GPU_CHECKS as MORE
         checks += MORE
     findings = [check(facts) for check in checks]
     arguments.show(list_findings(findings, facts.seen is None))

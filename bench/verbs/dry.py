@@ -10,7 +10,7 @@ from bench.command_line.config_options import add_fields, add_inside, told
 from bench.command_line.number_types import MOST_RANKS, whole
 from bench.errors import UsageError
 from bench.prediction import machine_model, memory_fit
-from bench.prediction.closed_form_plan import Plan
+from bench.prediction.closed_form_plan import GridPlan
 from bench.prediction.pipelines import pipeline_seconds
 from bench.prediction.pipelines.pipeline_model import PASSES, PipelineModel
 from bench.prediction.pipelines.training_step import predict_step
@@ -135,7 +135,7 @@ def _trace_with_experts(arguments: argparse.Namespace, stack: Stack) -> TraceOf 
     if not stack.experts or arguments.stages:
         return None
 
-    def trace_of(plan: Plan, rank: int, block: int) -> Trace:
+    def trace_of(plan: GridPlan, rank: int, block: int) -> Trace:
         return PipelineModel(
             build("gpipe", 1, 1), plan.scheme, (plan.grid,), stack, data=arguments.data or 1,
             expert_parallel=arguments.expert_parallel,

@@ -6,7 +6,7 @@ from typing import Any
 from bench.agreement import make_on_each_rank
 from bench.command_line import measuring
 from bench.errors import UsageError
-from bench.experiments.dump.dumps import Dump, check_same_start, read_dump
+from bench.experiments.dump.dumps import StepDump, check_same_start, read_dump
 from bench.experiments.dump.names import TABLES
 from bench.experiments.dump.telling import summary, tell, tell_both, verdict_parts
 from bench.experiments.dump.verdicts import Verdict, judge
@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace, comm: Any) -> int:
     return int(any(verdict.first or not verdict.judged for _, verdict in found))
 
 
-def _told(found: list[tuple[Dump, Verdict]], both: bool) -> list[str]:
+def _told(found: list[tuple[StepDump, Verdict]], both: bool) -> list[str]:
     """Return the lines of all verdicts; with `both` two dumps of a step are compared."""
     if len(found) > 1 and not both:
         return [summary(*one) for one in found]

@@ -109,7 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
     for name, value in DEFAULTS.items():
         if getattr(arguments, name) is None:
             setattr(arguments, name, value)
-    pipeline_options.check_stages(arguments)
+    pipeline_options.check_stage_options(arguments)
     if arguments.data and not arguments.stages:
         raise UsageError(f"--data {arguments.data}: give --stages too, such as --stages 1; plans "
                          f"without are of one replica")
@@ -194,7 +194,7 @@ def _rules(arguments: argparse.Namespace) -> int:
     """Print rules of thumb beside the planner's choice; return 0."""
     from bench.prediction.meshes.rules_of_thumb import check_rules, load_rules
     from bench.reports.plans.rule_tables import rule_parts
-    options.refuse(arguments, ("model", *model_options.EXPERTS, *SIZES, "map", "contexts",
+    options.refuse(arguments, ("model", *model_options.EXPERT_OPTIONS, *SIZES, "map", "contexts",
                                *OF_TRAININGS, *OF_LAYERS),
                    f"the rules of --rules {arguments.rules} say it; leave it, or --rules, out")
     rules, dtype = load_rules(arguments.rules), arguments.dtype or "float16"
@@ -230,7 +230,7 @@ def _map(arguments: argparse.Namespace) -> int:
 
 def _contexts(arguments: argparse.Namespace) -> int:
     """Print both ways of contexts beside each other; return 0."""
-    from bench.prediction.meshes.context_ways import LENGTHS, list_places
+    from bench.prediction.meshes.context_ways import LENGTHS, list_contexts
     from bench.reports.plans.context_ways import context_parts
     _require(arguments, "model")
     options.refuse(arguments, ("batch", "layers", *OF_TRAININGS, *OF_LAYERS), (
@@ -243,7 +243,7 @@ def _contexts(arguments: argparse.Namespace) -> int:
     asked = Training(gpt, 1, 1, gpt.seq, dtype,
                      machine_model.load_machine(arguments.machine, dtype))
     with as_usage_error(), StatusLine() as status:
-        places = [*list_places(asked, arguments.contexts, lengths, status.show)]
+        places = [*list_contexts(asked, arguments.contexts, lengths, status.show)]
     arguments.show(context_parts(asked, places))
     return 0
 

@@ -53,7 +53,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     pipeline_options.add_pipeline(parser, " and replicas")
     add_fields(parser, Division, ["grid"], about=(
         "with --stages: {}, in a stage, for the rows that have such a grid; with commas between, "
-        "one for each stage"), type=options.stage_grids)
+        "one for each stage"), type=options.grids_of_stages)
     options.add(parser, "pictures")
     add_measured(parser.add_argument_group(
         "to measure every scheme and grid now, under mpirun, beside the predictions of a machine "
@@ -80,9 +80,9 @@ def add_measured(parser: argparse._ArgumentGroup) -> None:
                             "after the other (default: in the order of the grid alone)"))
     add_fields(parser, Model, ["dtype"], choices=DTYPES)
     measuring.add_seed(parser)
-    measuring.add(parser, "out")
+    measuring.add_shared(parser, "out")
     measuring.add_stall(parser)
-    measuring.add(parser, "cluster")
+    measuring.add_shared(parser, "cluster")
 
 
 def run(arguments: argparse.Namespace, comm=None) -> int:
@@ -96,7 +96,7 @@ def run(arguments: argparse.Namespace, comm=None) -> int:
                                 "that are measured now; give --matmul or --layer too"))
     if measures(arguments):
         return _measure(arguments, comm)
-    pipeline_options.check_stages(arguments)
+    pipeline_options.check_stage_options(arguments)
     if not arguments.stages:
         options.refuse(arguments, ("data", "grid"), "it is of --stages: give that too")
     if arguments.fit and not arguments.steps:
@@ -116,15 +116,15 @@ def run(arguments: argparse.Namespace, comm=None) -> int:
     parts = [tables.prediction_table(outcome, name) for name in HEADINGS if name in wanted]
     arguments.show([*parts, *tables.prediction_remarks(outcome)])
     if arguments.pictures:
-        from bench.reports.figures.prediction import draw_scaling
-        return style.draw_pictures([partial(draw_scaling, arguments.pictures, outcome)])
+        from bench.reports.figures.prediction import draw_predicted_scaling
+        return style.draw_pictures([partial(draw_predicted_scaling, arguments.pictures, outcome)])
     return 0
 
 
 def _pipelines(arguments: argparse.Namespace) -> int:
     """Print predictions of the paper's rows, layers divided among pipeline stages; 1 for none."""
     from bench.prediction.published.paper_fit import predict_tables
-    from bench.prediction.published.paper_pipelines import predict_rows
+    from bench.prediction.published.paper_pipelines import predict_as_pipelines
     from bench.reports.predicted_pipelines import row_parts
     if arguments.pictures:
         raise UsageError(f"--pictures {arguments.pictures}: pictures are of rows without --stages")
@@ -133,21 +133,21 @@ def _pipelines(arguments: argparse.Namespace) -> int:
         replicas = pipeline_options.replicas(arguments)
     rows = select_rows(arguments.table or "all")
     outcome = predict_tables(machine_model.load_machine(arguments.machine, "float32"))
-    found, missing = predict_rows(outcome, rows, schedule, arguments.grid, **replicas)
+    found, missing = predict_as_pipelines(outcome, rows, schedule, arguments.grid, **replicas)
     arguments.show(row_parts(arguments.schedule or "1f1b", schedule, outcome, found, missing))
     return int(not found)
 
 
 def _steps(arguments: argparse.Namespace) -> int:
     """Print predictions of the steps in a file; return 0, or 1 when no row could be predicted."""
-    from bench.prediction.published.published_steps import fit_machine, predict_rows, read_rows
+    from bench.prediction.published.published_steps import fit_to_steps, predict_rows, read_steps
     from bench.reports.plans.step_tables import step_parts
     options.refuse(arguments, ("results", "table", "stages", "pictures"),
                    f"leave it out: --steps {arguments.steps} says all of its rows")
     machine = machine_model.load_machine(arguments.machine)
-    rows, problems = read_rows(arguments.steps)
+    rows, problems = read_steps(arguments.steps)
     if arguments.fit:
-        machine = fit_machine([row for row in rows if row.gpus <= arguments.fit], machine)
+        machine = fit_to_steps([row for row in rows if row.gpus <= arguments.fit], machine)
     found, more = predict_rows(rows, machine)
     arguments.show(step_parts(machine, found, problems + more, arguments.fit or 0))
     return int(not found)
@@ -173,7 +173,7 @@ def _measure(arguments: argparse.Namespace, comm) -> int:
     """
     from bench.agreement import broadcast_from_rank_0
     from bench.cluster.spec import Cluster
-    from bench.command_line.publish import measure
+    from bench.command_line.publish import measure_and_publish
     from bench.experiments.products import operands
     from bench.prediction import whole_steps
     from bench.prediction.beside_measured import read_measured
@@ -193,7 +193,7 @@ def _measure(arguments: argparse.Namespace, comm) -> int:
     batches = broadcast_from_rank_0(lambda: _list_batches(arguments, machine, comm.size), comm)
     chosen = {"dtype": arguments.dtype, "seed": arguments.seed, "transport": transport}
     with as_usage_error():
-        return measure("check", lambda: whole_steps.measure_check(
+        return measure_and_publish("check", lambda: whole_steps.measure_check(
             batches, comm, chosen, arguments.rounds,
             lambda line: say(line) if comm.rank == 0 else None), out, comm,
             lambda record: arguments.show(

@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     if draws and path.suffix == ".json" and not path.is_dir() and not arguments.page:
         if arguments.talk:
             raise UsageError(f"--talk is for results: leave it out, {path} is a trace")
-        return report_drawn(*every_figure.draw_trace(path, formats, arguments.figures))
+        return report_drawn(*every_figure.draw_trace_file(path, formats, arguments.figures))
     found = read_folder(path)
     statuses = [report_left_out(found.problems)]
     if draws:

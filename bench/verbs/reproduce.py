@@ -42,7 +42,7 @@ PRECISE = {"software_share": 0.1, "repetitions": 3, "traced": 1}    # on an emul
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``reproduce``."""
-    row_options.add_rows(parser, preset=None)
+    row_options.add_row_options(parser, preset=None)
     parser.add_argument("--ranks", type=options.numbers, metavar="N,...", help=(
         "measure only the rows of these numbers of ranks, any number for schemes that the paper "
         "lacks (default: all; with --preset emulated-tiny 8 and 64)"))
@@ -89,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.table == combined.TABLE:
         return combined_rows.reproduce(arguments, partial(write_tables_and_figures,
                                                           show=arguments.show))
-    why = choose(arguments) if arguments.preset is None else ""
+    why = add_preset(arguments) if arguments.preset is None else ""
     preset = load_tables().presets[arguments.preset]
     outside = preset.cluster and Cluster.from_environment() is None
     said = (f"preset {arguments.preset}" + f", {why}" * bool(why)
@@ -105,7 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
     wanted = row_settings(arguments)
     row_options.node_memory(arguments)    # refused here once, not by every job
     row_options.check_share(arguments)
-    cases = make_cases(arguments)
+    cases = cases_of_options(arguments)
     check_cluster(cases)
     check_verifiable(cases)
     log = Journal(journal.check_folder(arguments.out))
@@ -113,7 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not (why or preset.cluster):    # else it was said before the cluster was started
         say(said)
     resume.remove_parts_of_files(log.folder)
-    predict_rows(arguments, cases)
+    print_predictions(arguments, cases)
     if not arguments.precise:
         return measure_round(arguments, cases, wanted, log)
     status = 0
@@ -147,7 +147,7 @@ def most_ranks(cases: list[Case]) -> list[Case]:
     return [one for one in cases if one.row.gpus == most]
 
 
-def choose(arguments: argparse.Namespace) -> str:
+def add_preset(arguments: argparse.Namespace) -> str:
     """Choose the preset, add it to the words of the command, and return why."""
     arguments.preset, why = choose_preset(arguments)
     preset = load_tables().presets[arguments.preset]
@@ -165,7 +165,7 @@ def expected_time(arguments: argparse.Namespace, preset: Preset) -> str:
     said = notes.counted(len(rows), "row")
     if not preset.minutes:
         return said
-    every = rows_of(preset, "all", "paper", None, bool(preset.cluster))
+    every = list_rows(preset, "all", "paper", None, bool(preset.cluster))
     part = sum(row.gpus for row in rows) / sum(row.gpus for row in every)
     minutes = notes.counted(math.ceil(preset.minutes * part), "minute")
     return (f"{said}, about {minutes} on two cores"
@@ -201,7 +201,7 @@ def waited_settings(arguments: argparse.Namespace) -> dict[str, Any]:
     return {} if found is None else dict(zip(resume.WAITED, (found[0].name, found[1])))
 
 
-def make_cases(arguments: argparse.Namespace) -> list[Case]:
+def cases_of_options(arguments: argparse.Namespace) -> list[Case]:
     """Make the cases of the selected rows; UsageError if they cannot have the variant."""
     rows = rows_of_options(arguments)
     library = backends.get(arguments.backend)
@@ -212,12 +212,12 @@ def make_cases(arguments: argparse.Namespace) -> list[Case]:
 
 def rows_of_options(arguments: argparse.Namespace) -> list[Row]:
     """List the rows that the options select; UsageError for none."""
-    return rows_of(load_tables().presets[arguments.preset], arguments.table, arguments.scheme,
-                   arguments.ranks, arguments.equal_tokens)
+    return list_rows(load_tables().presets[arguments.preset], arguments.table, arguments.scheme,
+                     arguments.ranks, arguments.equal_tokens)
 
 
-def rows_of(preset: Preset, table: str, scheme: str, ranks: Sequence[int] | None,
-            equal_tokens: bool) -> list[Row]:
+def list_rows(preset: Preset, table: str, scheme: str, ranks: Sequence[int] | None,
+              equal_tokens: bool) -> list[Row]:
     """List the rows of tables and schemes on these ranks, by default those of the preset."""
     wanted = ranks or preset.ranks
     if not wanted:
@@ -269,7 +269,7 @@ def announce_start(progress: RowProgress, preset: str, out: Path,
                      f"{notes.counted(progress.done, 'row')} of it measured before")
 
 
-def predict_rows(arguments: argparse.Namespace, cases: list[Case]) -> None:
+def print_predictions(arguments: argparse.Namespace, cases: list[Case]) -> None:
     """Print the predictions of rows on an emulated cluster whose ranks wait for their work."""
     found, cluster = row_options.waited_machine(arguments), Cluster.from_environment()
     if found is None or cluster is None:

@@ -40,7 +40,7 @@ ON_ALL_RANKS = True
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``run``."""
-    row_options.add_rows(parser)
+    row_options.add_row_options(parser)
     add_fields(parser, Model, SIZES, told(Model, SIZES, **dict.fromkeys(SIZES, ": the preset's")))
     parser.add_argument("--rows", metavar="NAMES", help=(
         "measure these rows, instead of --table and --scheme: weak:3d,strong:1d; weak:3d:1d is "
@@ -67,8 +67,8 @@ def run(arguments: argparse.Namespace, comm) -> int:
     Raises UsageError when no row has that many ranks, or an argument is not valid; StoreError
     when the results folder cannot be written.
     """
-    rows = rows_of_options(arguments, comm.size)
-    settings, variant = read_settings(arguments, rows, comm)
+    rows = rows_of_names(arguments, comm.size)
+    settings, variant = read_row_settings(arguments, rows, comm)
     cases = make_cases(rows, comm.size, arguments, variant)
     check_verifiable(cases)
     check_grids(cases, settings, comm)
@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace, comm) -> int:
             file = trace and chrome_trace.trace_file(
                 trace, f"{one.name}-{rate}".rstrip("-"), len(cases) * len(arguments.links or [0]))
             status, line = publish_row(
-                one, lambda: measure(one, there, peaks, comm, file is not None),
+                one, lambda: measure_row(one, there, peaks, comm, file is not None),
                 lambda found: write_row(found, one, out, file), out, comm)
             if settings.dilation:    # as they were, for whatever follows in this cluster
                 set_links(settings.dilation.link, comm, settings.dilation.change)
@@ -114,8 +114,8 @@ def at_rates(settings: Settings,
             for link in random.Random(settings.order).sample(links, len(links))]
 
 
-def read_settings(arguments: argparse.Namespace, rows: list[Row],
-                  comm) -> tuple[Settings, Variant]:
+def read_row_settings(arguments: argparse.Namespace, rows: list[Row],
+                      comm) -> tuple[Settings, Variant]:
     """Return the settings and the variant that the options give to all rows.
 
     The same UsageError on every rank when an option is not valid, or not for these rows.
@@ -138,13 +138,13 @@ def read_settings(arguments: argparse.Namespace, rows: list[Row],
         traced=row_options.traced_steps(arguments), recompute=arguments.recompute, grid=grid,
         inside=arguments.inside, watched=arguments.watched,
         stop=lambda: bool(arguments.stop_file) and stop_file_exists(Path(arguments.stop_file)),
-        fits=lambda one, sizes, comm: node_memory.check_memory(
+        fits=lambda one, sizes, comm: node_memory.check_row_fits(
             one, sizes, arguments.recompute, library, comm, memory),
         waits=waiting.modelled_work(arguments, comm),
         dilation=dilation), variant
 
 
-def rows_of_options(arguments: argparse.Namespace, ranks: int) -> list[Row]:
+def rows_of_names(arguments: argparse.Namespace, ranks: int) -> list[Row]:
     """List the rows that the options name; for a scheme that the paper lacks, of `ranks` ranks.
 
     Raises UsageError when a name is unknown, or rows are named in both ways.
@@ -217,7 +217,7 @@ def grid_chooser(arguments: argparse.Namespace,
         row_stack(one.variant, one.sizes, arguments.recompute)), comm)
 
 
-def measure(one: Case, settings: Settings, peaks: Group | None, comm, traced: bool) -> tuple:
+def measure_row(one: Case, settings: Settings, peaks: Group | None, comm, traced: bool) -> tuple:
     """Measure a case, with the memory that idle pools give back; as `measure_case`."""
     backends.get(settings.backend).release_idle_memory()
     return measure_case(one, settings, peaks, comm, traced)

@@ -24,7 +24,7 @@ from bench.experiments.training import plain_gpt, record, torch_training, traine
 from bench.experiments.training.history import History, progress_line
 from bench.experiments.training.plan import Plan
 from bench.experiments.training.text import Text, share_text
-from bench.experiments.training.trainer import Course, TrainingEnd, Training
+from bench.experiments.training.trainer import Course, TrainingEnd, TrainingRun
 from bench.instruments.placement import mesh_order, reorder_ranks
 from bench.records.journal import claim_folder
 from bench.records.measurements import Measurements, failed_checks
@@ -73,7 +73,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "compare losses, gradients and weights, and with --experts which experts were chosen and "
         "what was dropped; fail where they differ; options that choose one mesh are refused"))
     options.add(parser, "pictures")
-    measuring.add(parser, "out")
+    measuring.add_shared(parser, "out")
     measuring.add_stall(parser)
 
 
@@ -120,13 +120,13 @@ def run_on(comm, arguments: argparse.Namespace, plan: Plan, division: Division) 
     text = share_text(arguments.text, plan.batch, plan.seq, comm)
     out = claim_folder(arguments.out, comm)
     if arguments.compare:
-        return compare(arguments, plan, text, out, comm)
-    training = Training(comm, plan, division, text)
+        return compare_trainings(arguments, plan, text, out, comm)
+    training = TrainingRun(comm, plan, division, text)
     course = make_course(arguments, training)
     name = f"train-{arguments.scheme}-d{arguments.data}-p{arguments.stages}-h{plan.hidden}"
     try:
         with arguments.watched(training.mesh.scheme.grid):
-            outcome = trainer.train(training, course, Progress(plan))
+            outcome = trainer.run_training(training, course, ProgressLines(plan))
     except WrongResult as wrong:
         return report_failure(name, wrong, comm)
     return finish(arguments, training, course, outcome, out, name)
@@ -188,7 +188,7 @@ def refuse_unused(arguments: argparse.Namespace) -> None:
                          f"meshes of its own; leave one of them out")
 
 
-def make_course(arguments: argparse.Namespace, training: Training) -> Course:
+def make_course(arguments: argparse.Namespace, training: TrainingRun) -> Course:
     """Return when to validate, to save and to stop."""
     folder = arguments.checkpoints
     if folder is None:
@@ -197,7 +197,7 @@ def make_course(arguments: argparse.Namespace, training: Training) -> Course:
     return read(Course, arguments, checkpoints=None if folder == "none" else folder)
 
 
-class Progress:
+class ProgressLines:
     """Print a line of progress after each validation, and now and then."""
 
     def __init__(self, plan: Plan, who: str = "") -> None:
@@ -211,8 +211,8 @@ class Progress:
                 done, history, self.plan.steps, self.plan.batch * self.plan.seq))
 
 
-def finish(arguments: argparse.Namespace, training: Training, course: Course, outcome: TrainingEnd,
-           out: Path, name: str) -> int:
+def finish(arguments: argparse.Namespace, training: TrainingRun, course: Course,
+           outcome: TrainingEnd, out: Path, name: str) -> int:
     """Train by PyTorch if asked; write and draw the record; print a sample."""
     comm, status, beside = training.comm, 0, None
     if arguments.torch:
@@ -239,7 +239,7 @@ def finish(arguments: argparse.Namespace, training: Training, course: Course, ou
     return status
 
 
-def by_torch(arguments: argparse.Namespace, training: Training, course: Course,
+def by_torch(arguments: argparse.Namespace, training: TrainingRun, course: Course,
              outcome: TrainingEnd) -> Any:
     """Train the same by PyTorch on rank 0, while the others sleep and return None."""
     plan, comm = training.plan, training.comm
@@ -252,12 +252,14 @@ def by_torch(arguments: argparse.Namespace, training: Training, course: Course,
         state = GPT(Config(plan, alone), MPI.COMM_SELF).state()
         return torch_training.train_by_torch(
             arguments.torch, plan, training.text, state, outcome.steps,
-            outcome.history.validation, course.validation_batches, Progress(plan, "PyTorch: "),
+            outcome.history.validation, course.validation_batches,
+            ProgressLines(plan, "PyTorch: "),
             training.model.schedule.microbatches, products)
     return make_on_rank_0(work, comm, wait=wait_patiently)
 
 
-def compare(arguments: argparse.Namespace, plan: Plan, text: Text, out: Path, comm) -> int:
+def compare_trainings(arguments: argparse.Namespace, plan: Plan, text: Text, out: Path,
+                      comm) -> int:
     """Compare meshes; print the table in any case, and fail where they differ."""
     from bench.experiments.training import comparison    # which a training does without
     found = comparison.compare_meshes(comm, plan, text, lambda name: say(f"training: {name}"),
@@ -275,10 +277,10 @@ def write(arguments: argparse.Namespace, found: Measurements | None, out: Path, 
     if problem := comm.bcast(found and "; ".join(failed_checks(found.checks))):
         return report_failure(name, problem, comm)
     status = publish(found, out, name, comm, showing(arguments.show))
-    return draw(found, arguments.pictures, name, comm) or status
+    return draw_training(found, arguments.pictures, name, comm) or status
 
 
-def draw(found: Measurements | None, folder: str | None, name: str, comm) -> int:
+def draw_training(found: Measurements | None, folder: str | None, name: str, comm) -> int:
     """Draw the picture of a record on rank 0, if there is a folder; 1 if it cannot be, else 0."""
     status = 0
     if folder and comm.rank == 0:

@@ -17,7 +17,7 @@ class _Schema(argparse.Action):
     """Print the schema instead of checking files, as ``--help`` prints the options."""
 
     def __call__(self, parser, *_) -> None:
-        say(schema.describe())
+        say(schema.describe_files())
         parser.exit()
 
 

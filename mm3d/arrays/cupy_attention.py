@@ -15,8 +15,8 @@ import numpy as np
 from mm3d.arrays.backend import Array
 from mm3d.arrays.cudnn_attention import FlashAttention, Saved, open_flash
 
-Group = tuple[slice, slice]    # of the sequences and the heads
-Block = tuple[slice, slice]    # of the queries and the keys
+HeadGroup = tuple[slice, slice]    # of the sequences and the heads
+ScoreBlock = tuple[slice, slice]    # of the queries and the keys
 
 THREADS_PER_BLOCK, THREADS_PER_WARP = 256, 32
 NO_MASK = 2 ** 31 - 1    # positions that a query may see
@@ -126,7 +126,7 @@ class GpuAttention:
                 self._put_stack(stack, _select(a, group))
 
     def query_blocks(self, shape: tuple[int, ...], positions: int, first: int, reach: int,
-                     size: int) -> list[Block]:
+                     size: int) -> list[ScoreBlock]:
         """Divide queries into blocks whose scores take at most `max_score_bytes` for a head.
 
         Parameters
@@ -164,7 +164,7 @@ class GpuAttention:
             blocks.append((rows, keys))
         return blocks
 
-    def divide_heads(self, batch: int, heads: int, size: int) -> list[Group]:
+    def divide_heads(self, batch: int, heads: int, size: int) -> list[HeadGroup]:
         """Divide sequences and heads into groups whose scores take at most `max_score_bytes`.
 
         A group is all heads of some sequences, or some heads of one sequence; at least one head.
@@ -175,8 +175,8 @@ class GpuAttention:
         most = (pairs // heads, heads) if pairs >= heads > 0 else (1, pairs)
         return list(itertools.product(*map(_even_slices, (batch, heads), most)))
 
-    def _groups(self, q: Array, blocks: list[Block], kinds: list[Any]
-                ) -> Iterator[tuple[Group, list[list[Array]]]]:
+    def _groups(self, q: Array, blocks: list[ScoreBlock], kinds: list[Any]
+                ) -> Iterator[tuple[HeadGroup, list[list[Array]]]]:
         """Iterate over groups of heads, with memory for the scores of each block in all `kinds`.
 
         The memory is (sequences x heads of the group, queries, keys), all kinds together at most
@@ -256,7 +256,7 @@ def _even_slices(total: int, most: int) -> list[slice]:
     return [slice(start, min(start + step, total)) for start in range(0, total, step)]
 
 
-def _select(a: Array, group: Group) -> Array:
+def _select(a: Array, group: HeadGroup) -> Array:
     """View a group of (batch, positions, heads, d) as (sequences, heads, positions, d)."""
     return a[group[0], :, group[1], :].transpose(0, 2, 1, 3)
 

@@ -11,7 +11,7 @@ from mm3d.checkpoints.index_file import Index
 from mm3d.model.architecture import PLAIN
 from mm3d.model.definition import architecture_facts
 
-OPTIMIZER = "optimizer."    # before the names of an optimizer's options
+OPTIMIZER_PREFIX = "optimizer."    # before the names of an optimizer's options
 
 
 def known_facts(model: Any, optimizer: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -19,7 +19,7 @@ def known_facts(model: Any, optimizer: Any) -> tuple[dict[str, Any], dict[str, A
     definition = getattr(model, "definition", None)
     function, training = (definition.function, definition.training) if definition else ({}, {})
     options = {} if optimizer is None else optimizer.options()
-    return function, training | {OPTIMIZER + name: value for name, value in options.items()}
+    return function, training | {OPTIMIZER_PREFIX + name: value for name, value in options.items()}
 
 
 def compare_facts(path: Path, index: Index, model: Any, optimizer: Any) -> list[str]:
@@ -37,7 +37,7 @@ def compare_facts(path: Path, index: Index, model: Any, optimizer: Any) -> list[
     if other:
         raise ValueError(f"checkpoint {path} is of another model: {', '.join(other)}")
     there = {name: value for name, value in index.training.items()
-             if optimizer is not None or not name.startswith(OPTIMIZER)}
+             if optimizer is not None or not name.startswith(OPTIMIZER_PREFIX)}
     said = [f"{name} was {there[name]!r}, and is {value!r}" for name, value in training.items()
             if name in there and there[name] != value]
     for one, other, who in ((stated | there, function | training, "the model"),

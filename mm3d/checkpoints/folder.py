@@ -14,7 +14,7 @@ from pathlib import Path
 from mm3d.checkpoints.together import describe_error
 
 NAME = re.compile(r"step-([0-9]+)(?:\.([0-9]+))?")
-INDEX = "index.h5"
+INDEX_FILE = "index.h5"
 OWN = re.compile(r"index\.h5|blocks-[0-9]+\.h5")    # all files that a checkpoint has
 DELETING = "deleting"
 
@@ -90,7 +90,7 @@ def remove_files(path: Path) -> None:
     if path.is_symlink():
         raise OSError("it is a link")
     with suppress(FileNotFoundError):
-        for name in sorted(os.listdir(path), key=lambda name: name == INDEX):
+        for name in sorted(os.listdir(path), key=lambda name: name == INDEX_FILE):
             with suppress(FileNotFoundError):
                 (path / name).unlink()
         path.rmdir()

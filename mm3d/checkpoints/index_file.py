@@ -18,7 +18,7 @@ import numpy as np
 
 from mm3d.arrays.plain_numbers import plain_number
 from mm3d.checkpoints.block_files import Block
-from mm3d.checkpoints.folder import INDEX
+from mm3d.checkpoints.folder import INDEX_FILE
 from mm3d.checkpoints.together import describe_error
 
 FORMAT, BEFORE = "mm3d checkpoint, version 2", "mm3d checkpoint, version 1"
@@ -106,20 +106,20 @@ def read_index(folder: Path) -> Index:
     Raises OSError when it is missing or damaged, or no index of a checkpoint.
     """
     try:
-        data = (folder / INDEX).read_bytes()
+        data = (folder / INDEX_FILE).read_bytes()
     except FileNotFoundError:
-        raise FileNotFoundError(f"{INDEX} is missing") from None
+        raise FileNotFoundError(f"{INDEX_FILE} is missing") from None
     found = CHECKSUM_LINE.search(data)
     if found and found[0] != CHECKSUM.format(zlib.crc32(data[:found.start()])).encode():
-        raise OSError(f"{INDEX} is damaged: its checksum differs")
+        raise OSError(f"{INDEX_FILE} is damaged: its checksum differs")
     try:
         index, version, checksum = _parse_index(data)
     except Exception as error:    # of any kind, as the bytes may be any without a checksum
-        raise OSError(f"{INDEX} is damaged: {describe_error(error)}") from error
+        raise OSError(f"{INDEX_FILE} is damaged: {describe_error(error)}") from error
     if version not in (FORMAT, BEFORE):
-        raise OSError(f"{INDEX} is not of the format {FORMAT!r}, but {version!r}")
+        raise OSError(f"{INDEX_FILE} is not of the format {FORMAT!r}, but {version!r}")
     if not (found if version == FORMAT else checksum):
-        raise OSError(f"{INDEX} is damaged: its checksum is missing or differs")
+        raise OSError(f"{INDEX_FILE} is damaged: its checksum is missing or differs")
     return index
 
 

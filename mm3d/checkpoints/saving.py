@@ -7,7 +7,7 @@ from typing import Any
 from mm3d.arrays.plain_numbers import check_whole
 from mm3d.checkpoints import folder as folders
 from mm3d.checkpoints.block_files import Block, write_blocks
-from mm3d.checkpoints.facts import OPTIMIZER, known_facts
+from mm3d.checkpoints.facts import OPTIMIZER_PREFIX, known_facts
 from mm3d.checkpoints.index_file import (DROPOUT_STEP, RESERVED, ArrayInfo, Index, index_bytes,
                                          storable_attributes)
 from mm3d.checkpoints.stored_arrays import StoredArray, stored_arrays
@@ -73,7 +73,7 @@ def save(folder: str | Path, model: Any, optimizer: Any = None, step: int | None
         groups = (counts | attributes, described, *facts)
         given |= {"folder": str(folder), "keep": keep} | counts | {
             kind + name: value for kind, found in zip(
-                ("attribute ", OPTIMIZER, "", ""), (attributes, *groups[1:]))
+                ("attribute ", OPTIMIZER_PREFIX, "", ""), (attributes, *groups[1:]))
             for name, value in found.items()}
         arrays = stored_arrays(model, optimizer)
     writer = Writer(folder, step)    # which rank 0 alone uses

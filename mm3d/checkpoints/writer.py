@@ -23,7 +23,7 @@ from pathlib import Path
 
 from mm3d.checkpoints import folder as folders
 from mm3d.checkpoints.block_files import write_all
-from mm3d.checkpoints.folder import INDEX
+from mm3d.checkpoints.folder import INDEX_FILE
 from mm3d.checkpoints.together import describe_error
 
 ASIDE = re.compile(r"\.step-[0-9.]+(?:-([0-9a-f]+))?(?:-[0-9a-f]+)?\.(writing|deleting)")
@@ -63,7 +63,7 @@ class Writer:
                                          f"{secrets.token_hex(4)}.writing")
             self._aside.mkdir()
             try:
-                self._index = os.open(self._aside / INDEX, os.O_RDWR | os.O_CREAT | os.O_EXCL,
+                self._index = os.open(self._aside / INDEX_FILE, os.O_RDWR | os.O_CREAT | os.O_EXCL,
                                       0o666)
                 if self._lock():
                     return self._aside
@@ -81,7 +81,7 @@ class Writer:
         except OSError:    # without locks nobody removes it, until it is old
             pass
         try:
-            return os.path.samestat(os.stat(self._aside / INDEX), os.fstat(self._index))
+            return os.path.samestat(os.stat(self._aside / INDEX_FILE), os.fstat(self._index))
         except FileNotFoundError:
             return False
 
@@ -148,15 +148,15 @@ def _remove_unwritten(path: Path, here: bool) -> str | None:
                f"removed a day after its last change, or by you")
     names = os.listdir(path)
     dead = here or _is_old(path, names)
-    if not dead and INDEX not in names:
+    if not dead and INDEX_FILE not in names:
         return unknown
     if not names:
         with suppress(OSError):    # a writer has just begun to fill it
             path.rmdir()
         return None
-    if INDEX not in names:    # which is the first file of a writer
+    if INDEX_FILE not in names:    # which is the first file of a writer
         return folders.remove_files(path)
-    descriptor = os.open(path / INDEX, os.O_RDWR)
+    descriptor = os.open(path / INDEX_FILE, os.O_RDWR)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return folders.remove_files(path) if dead else unknown

@@ -6,7 +6,7 @@ from typing import Any
 from mm3d import launcher
 
 
-class Parser(argparse.ArgumentParser):
+class ExampleParser(argparse.ArgumentParser):
     """A parser of options that prints once, on whatever number of ranks."""
 
     def _print_message(self, message: str, file: Any = None) -> None:

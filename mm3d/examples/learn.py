@@ -18,7 +18,7 @@ import numpy as np
 import mm3d
 from mm3d.arrays.plain_numbers import check_whole
 from mm3d.child_process import run_child
-from mm3d.examples import Parser
+from mm3d.examples import ExampleParser
 from mm3d.examples.train import help_texts, take_steps
 from mm3d.launcher import wait_patiently
 from mpi4py import MPI
@@ -117,7 +117,7 @@ def _width(name: str) -> int:
 
 def main(words: list[str] | None = None, comm: MPI.Comm = MPI.COMM_WORLD) -> None:
     """Train on the help texts of Python, byte by byte; print losses and their differences."""
-    parser = Parser(description=main.__doc__)
+    parser = ExampleParser(description=main.__doc__)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--every", type=int, default=20, help="steps between two lines")
     parser.add_argument("--transformers", metavar="PYTHON",

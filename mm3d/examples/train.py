@@ -11,7 +11,7 @@ from typing import Any, Callable, Iterator
 import numpy as np
 
 import mm3d
-from mm3d.examples import Parser
+from mm3d.examples import ExampleParser
 from mpi4py import MPI
 
 BATCH, SEQ = 16, 32
@@ -50,7 +50,7 @@ def windows(text: np.ndarray, starts: np.ndarray, seq: int) -> Batch:
 
 def main(words: list[str] | None = None, comm: MPI.Comm = MPI.COMM_WORLD) -> None:
     """Train on the help texts of Python, byte by byte; print losses."""
-    parser = Parser(description=main.__doc__)
+    parser = ExampleParser(description=main.__doc__)
     parser.add_argument("--data", type=int, default=1, help="replicas of the model")
     parser.add_argument("--stages", type=int, default=1, help="stages of a pipeline")
     parser.add_argument("--scheme", default="3d", help="tensor parallelism in a stage")

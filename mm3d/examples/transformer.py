@@ -8,7 +8,7 @@ import sys
 import numpy as np
 
 import mm3d
-from mm3d.examples import Parser
+from mm3d.examples import ExampleParser
 from mpi4py import MPI
 
 SIZES = {"layers": 2, "hidden": 48, "heads": 4, "batch": 8, "seq": 16, "dtype": "float64"}
@@ -16,7 +16,7 @@ SIZES = {"layers": 2, "hidden": 48, "heads": 4, "batch": 8, "seq": 16, "dtype": 
 
 def main(words: list[str] | None = None, comm: MPI.Comm = MPI.COMM_WORLD) -> None:
     """Print the largest difference to one rank, and the words that a rank receives in a step."""
-    parser = Parser(description=main.__doc__)
+    parser = ExampleParser(description=main.__doc__)
     parser.add_argument("--scheme", default="3d")
     parser.add_argument("--grid", type=int, nargs="+")
     options = parser.parse_args(words)

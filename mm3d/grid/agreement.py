@@ -18,7 +18,7 @@ from mpi4py import MPI
 
 from mm3d.transport.communicators import DryCommunicator, Freed
 
-Facts = Mapping[str, str]    # values as texts, by name
+FactTexts = Mapping[str, str]    # values as texts, by name
 REFUSED = "refused"    # the fact that says why a rank refuses a call
 SHOWN = 60    # letters of a value in a message
 LISTED = 8    # differences in a message
@@ -58,7 +58,7 @@ def same_arguments(comm: MPI.Intracomm | DryCommunicator, call: str) -> Iterator
 
 
 def compare(comm: MPI.Intracomm | DryCommunicator, call: str, given: Mapping[str, Any],
-            refused: Facts = MappingProxyType({}), largest: float = 0.0) -> float:
+            refused: FactTexts = MappingProxyType({}), largest: float = 0.0) -> float:
     """Compare facts over all ranks in one small exchange; return the largest number of all.
 
     All ranks should have alike what is `given`, by name; `comm` and `call` are as in
@@ -89,7 +89,7 @@ def refuse_freed(comm: Any) -> None:
         comm.refuse()
 
 
-def variables() -> dict[str, str]:
+def environment_facts() -> dict[str, str]:
     """Return the variables of the environment that all ranks must share, unless as by default."""
     defaults = {"MM3D_TRANSPORT": "", "MM3D_NODE_SIZE": "", "MM3D_KERNELS": "", "MM3D_TF32": "0",
                 "MM3D_CUDNN": "1"}
@@ -145,7 +145,7 @@ def text_of(value: Any) -> str:
     return getattr(value, "__qualname__", type(value).__qualname__)
 
 
-def format_difference(found: Sequence[Facts]) -> str:
+def format_difference(found: Sequence[FactTexts]) -> str:
     """Format an error about ranks whose facts differ; `found` has the facts of each rank."""
     calls = list(dict.fromkeys(one["call"] for one in found))
     if len(calls) > 1:

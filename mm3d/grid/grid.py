@@ -6,7 +6,7 @@ from mpi4py import MPI
 
 from mm3d.arrays import backend as backends
 from mm3d.arrays.backend import Backend
-from mm3d.grid.agreement import same_arguments, variables
+from mm3d.grid.agreement import environment_facts, same_arguments
 from mm3d.grid.axis import Axis, TrafficCounts
 from mm3d.grid.shape import GridShape
 from mm3d.transport.choice import (IN_NODES, choose_device, choose_transport,
@@ -145,7 +145,7 @@ class Grid(GridAxes):
                                  f"sizes whose product is {comm.size}")
             for name in ("MM3D_ABORT", "MM3D_CUDNN", "MM3D_TF32"):    # also where nothing reads it
                 backends.setting(name)
-            given |= {"backend": self.backend.name, "sizes": self.shape} | variables()
+            given |= {"backend": self.backend.name, "sizes": self.shape} | environment_facts()
         if not isinstance(comm, DryCommunicator):
             choose_device(comm, self.backend)
         self.size, self.rank = comm.size, comm.rank

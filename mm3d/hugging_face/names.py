@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from mm3d.model.sizes import ModelSizes
 
-Box = tuple[slice, ...]
+Slices = tuple[slice, ...]
 Shape = tuple[int, ...]
 
 # Of GPT-2, and of Llama and its relatives: the prefix of all tensors but the head's, which files
@@ -66,7 +66,7 @@ class Piece:
         ends = tuple(start + n for start, n in zip(self.origin, self.lengths))
         return ends[::-1] if self.transposed else ends
 
-    def within(self, place: Box) -> tuple[tuple[int | slice, ...], Box] | None:
+    def within(self, place: Slices) -> tuple[tuple[int | slice, ...], Slices] | None:
         """Return where a block, `place` in the global array, has elements of this piece.
 
         They are the part of the block, and that of the tensor in the tensor's order; None if there
@@ -150,7 +150,7 @@ def _columns(tensors: list[str], shape: Shape, sizes: ModelSizes
         yield tensor, (0,), (number, whole)
 
 
-def _whole(shape: Shape) -> Box:
+def _whole(shape: Shape) -> Slices:
     """Return the slices of a whole array."""
     return tuple(slice(0, n) for n in shape)
 

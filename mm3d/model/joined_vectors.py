@@ -12,7 +12,7 @@ from mm3d.arrays.blocks import resized_shape
 from mm3d.grid.split import Split
 from mm3d.model.vectors import Vector
 
-Place = tuple[slice, tuple[int, ...]]    # in a flat array, and the shape there
+VectorPlace = tuple[slice, tuple[int, ...]]    # in a flat array, and the shape there
 
 
 class JoinedSplit:
@@ -134,7 +134,7 @@ class JoinedVectors:
         return JoinedVectors([uses for uses in chosen if uses])
 
 
-def _places(shapes: Sequence[tuple[int, ...]]) -> list[Place]:
+def _places(shapes: Sequence[tuple[int, ...]]) -> list[VectorPlace]:
     """Return where arrays of these shapes are in a flat one, one after another."""
     stops = [*accumulate(map(math.prod, shapes))]
     return [(slice(*span), shape) for *span, shape in zip([0, *stops], stops, shapes)]
@@ -151,7 +151,7 @@ def _join(blocks: Sequence[Array]) -> Array:
     return whole
 
 
-def _cut(flat: Array, places: Sequence[Place]) -> list[Array]:
+def _cut(flat: Array, places: Sequence[VectorPlace]) -> list[Array]:
     """View the arrays in a flat one."""
     return [reshape(flat[place], shape) for place, shape in places]
 

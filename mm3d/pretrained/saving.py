@@ -16,7 +16,7 @@ from mm3d.checkpoints.folder import remove_files, sync
 from mm3d.checkpoints.together import on_each, on_root
 from mm3d.grid.agreement import same_arguments
 from mm3d.hugging_face.config_file import CONFIG, config_of
-from mm3d.hugging_face.names import Box, Piece, Shape, tensor_shapes
+from mm3d.hugging_face.names import Piece, Shape, Slices, tensor_shapes
 from mm3d.model.parameters import Parameter
 from mm3d.pretrained.files import INDEX, ONE, safetensors
 from mm3d.pretrained.loading import model_pieces
@@ -114,7 +114,7 @@ def _begin(folder: Path) -> Path:
 def _gather(model: GPT, pieces: Mapping[str, list[Piece]], shapes: Mapping[str, Shape],
             writer: int) -> dict[str, np.ndarray]:
     """Gather tensors on the rank `writer`, one after another; nothing on the others."""
-    parts: dict[str, list[tuple[Box, Parameter, Any]]] = {name: [] for name in shapes}
+    parts: dict[str, list[tuple[Slices, Parameter, Any]]] = {name: [] for name in shapes}
     for p in model.trained:
         place = p.layout.slices(p.grid, p.shape)
         for piece in pieces[p.name] if p.counted else ():

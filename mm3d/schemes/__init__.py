@@ -5,7 +5,7 @@ from functools import cache
 from importlib import import_module
 
 from mm3d.names import find_name
-from mm3d.schemes.scheme import SCHEMES, Scheme
+from mm3d.schemes.scheme import REGISTERED, Scheme
 
 
 @cache
@@ -18,7 +18,7 @@ def _import_schemes() -> None:
 def registry() -> dict[str, type[Scheme]]:
     """Return all schemes by name: those of ``mm3d/schemes/`` and other named subclasses."""
     _import_schemes()
-    return SCHEMES
+    return REGISTERED
 
 
 def find_scheme(name: str) -> type[Scheme]:

@@ -77,7 +77,7 @@ class Option:
     meaning: str
 
 
-SCHEMES: dict[str, type["Scheme"]] = {}    # in alphabetical order; see `registry`
+REGISTERED: dict[str, type["Scheme"]] = {}    # in alphabetical order; see `registry`
 
 
 class Scheme(GridAlgorithm):
@@ -122,10 +122,10 @@ class Scheme(GridAlgorithm):
             return
         if "title" not in cls.__dict__:
             cls.title = cls.name    # instead of the base class'
-        SCHEMES[cls.name] = cls
-        ordered = sorted(SCHEMES.items())
-        SCHEMES.clear()
-        SCHEMES.update(ordered)
+        REGISTERED[cls.name] = cls
+        ordered = sorted(REGISTERED.items())
+        REGISTERED.clear()
+        REGISTERED.update(ordered)
 
     def __init__(self, comm: MPI.Intracomm, grid: tuple[int, ...] | GridShape | None = None,
                  backend: str | Backend | None = None, **options: Any) -> None:

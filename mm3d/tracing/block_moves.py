@@ -15,13 +15,13 @@ from mm3d.grid.layout import Layout, divided_directions
 from mm3d.grid.shape import GridShape
 from mm3d.schemes.closed_form import Move, ProductShape
 from mm3d.schemes.scheme import Scheme
-from mm3d.tracing.block_replay import Held, Recorded, Replay, ReplayStep
+from mm3d.tracing.block_replay import HeldBlocks, Recorded, Replay, ReplayStep
 from mm3d.tracing.dry_arrays import DryBackend
 from mm3d.tracing.events import Collective, Event, Gemm, Observer, Overlapped
 from mm3d.tracing.observe import observed
 from mm3d.transport.communicators import DryCommunicator
 
-LAYERS = ("up", "down")    # products of linear layers; the other forms are of plain matrices
+LINEAR_LAYERS = ("up", "down")    # their products; the other forms are of plain matrices
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Story:
     # Global shapes and layouts of "A", "B" and "C".
     shapes: Mapping[str, tuple[int, int]]
     layouts: Mapping[str, str]
-    stored: tuple[Held, ...]    # by rank, the blocks before the first step, by matrix
+    stored: tuple[HeldBlocks, ...]    # by rank, the blocks before the first step, by matrix
     steps: tuple[ReplayStep, ...]
     # The collectives in closed form, with the words of all ranks; None where there is none.
     closed_form: tuple[Move, ...] | None
@@ -137,13 +137,13 @@ def product_story(scheme: type[Scheme], grid: GridShape, form: str, shape: tuple
     >>> [(step.kind, step.matrix, step.direction, step.words[0]) for step in story.steps[:2]]
     [('all_gather', 'A', 'y', 8), ('all_gather', 'B', 'x', 8)]
     """
-    if form not in LAYERS and scheme.matrix_product is None:
+    if form not in LINEAR_LAYERS and scheme.matrix_product is None:
         raise ValueError(f"scheme {scheme.name!r} has no products of plain matrices: the form "
-                         f"{' or '.join(LAYERS)}, of a layer, would do")
-    make = _layer_product if form in LAYERS else _matrix_product
+                         f"{' or '.join(LINEAR_LAYERS)}, of a layer, would do")
+    make = _layer_product if form in LINEAR_LAYERS else _matrix_product
     first, recorded = run_dry(scheme, grid, lambda own: make(own, form, shape, backward),
                               (Gemm, Collective))
-    replay = Replay("ab" if form in LAYERS else form, grid, first.layouts, shape)
+    replay = Replay("ab" if form in LINEAR_LAYERS else form, grid, first.layouts, shape)
     stored = replay.stored("ABC" if backward else "AB")
     try:
         steps = tuple(replay.steps(recorded, backward))
@@ -198,7 +198,7 @@ def _empty_blocks(grid: Any, layouts: Mapping[str, tuple[Layout, tuple[int, ...]
 def _closed_form(scheme: type[Scheme], grid: GridShape, form: str, shape: tuple[int, int, int],
                  backward: bool) -> tuple[Move, ...] | None:
     """Return the collectives that the scheme states, along directions of several ranks."""
-    if form in LAYERS:
+    if form in LINEAR_LAYERS:
         moves = scheme.product_moves(grid, ProductShape(form, *shape))[backward]
     else:
         moves = None if backward else scheme.matrix_product.forward_moves(grid, form, shape)

@@ -41,7 +41,8 @@ class Travel:
     block: MatrixBlock
 
 
-Held = Mapping[str, tuple[MatrixBlock, ...]]    # by matrix: A, B, C, and dA and dB of backward
+# By matrix: A, B, C, and dA and dB of backward.
+HeldBlocks = Mapping[str, tuple[MatrixBlock, ...]]
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class ReplayStep:
     result: str    # the result that the step is for: "C", "dA" or "dB"
     words: tuple[int, ...]    # words that each rank counts, as `mm3d.grid.axis.Traffic` says
     travels: tuple[Travel, ...]
-    held: tuple[Held, ...]    # by rank, the blocks after the step, by matrix
+    held: tuple[HeldBlocks, ...]    # by rank, the blocks after the step, by matrix
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ class Replay:
         return MatrixBlock(rank, (0, 0) if empty else (rows.start, rows.stop),
                            (0, 0) if empty else (place[-1].start, place[-1].stop))
 
-    def stored(self, names: str) -> tuple[Held, ...]:
+    def stored(self, names: str) -> tuple[HeldBlocks, ...]:
         """Return what each rank stores of these matrices."""
         return tuple({name: (self.block(rank, name),) for name in names}
                      for rank in range(self.grid.ranks))

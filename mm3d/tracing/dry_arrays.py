@@ -14,7 +14,7 @@ import numpy as np
 from mm3d.arrays.backend import Backend, device_kernels
 from mm3d.arrays.numpy_kernels import Kernels
 from mm3d.arrays.pool import DryPool, Pool
-from mm3d.tracing.events import Call, Pass
+from mm3d.tracing.events import Call, MemoryPass
 from mm3d.tracing.trace import Trace
 
 
@@ -234,7 +234,7 @@ class DryBackend(Backend):
             self._within, self._in_kernel = "", False
 
     def _count_pass(self, operation: str, size: int) -> None:
-        self.trace.count_event(Pass(operation, size, self._within))
+        self.trace.count_event(MemoryPass(operation, size, self._within))
 
     def alike(self, count: int) -> Iterator[int]:
         """Yield the first two pieces; the second, which reuses memory, stands for the rest."""

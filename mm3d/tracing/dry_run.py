@@ -19,12 +19,13 @@ from mm3d.model.recomputation import period_of
 from mm3d.model.transformer import Transformer
 from mm3d.schemes.creation import scheme as make_scheme
 from mm3d.tracing.dry_arrays import DryBackend
-from mm3d.tracing.events import Collective, Gemm, PHASES, Pass
+from mm3d.tracing.events import Collective, Gemm, MemoryPass, PHASES
 from mm3d.tracing.observe import observed
 from mm3d.tracing.trace import SUMS, Trace
 from mm3d.transport.communicators import DryCommunicator
 
-__all__ = ["PHASES", "Collective", "Gemm", "Pass", "Trace", "extrapolate", "extrapolate_step",
+__all__ = ["PHASES", "Collective", "Gemm", "MemoryPass", "Trace", "extrapolate",
+           "extrapolate_step",
            "period_of", "trace", "trace_step"]
 
 MOST_LAYERS = 1024    # that are traced one by one: some seconds

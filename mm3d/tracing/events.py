@@ -31,7 +31,7 @@ class Gemm(NamedTuple):
         return 2 * self.batch * self.m * self.n * self.k
 
 
-class Pass(NamedTuple):
+class MemoryPass(NamedTuple):
     """Describe an elementwise operation or a sum, with the bytes that it reads and writes."""
 
     operation: str
@@ -75,7 +75,7 @@ class Overlapped(NamedTuple):
     direction: str
 
 
-class Layer(NamedTuple):
+class LayerEvent(NamedTuple):
     """Describe the work of one layer.
 
     `name` is the layer's name in the model, such as "layers.0.mlp.up"; `part` is the same for all
@@ -102,14 +102,15 @@ class Recomputation(NamedTuple):
     name: str
 
 
-Event = Phase | Gemm | Pass | Call | Collective | Overlapped | Layer | Boundary | Recomputation
+Event = (Phase | Gemm | MemoryPass | Call | Collective | Overlapped | LayerEvent | Boundary
+         | Recomputation)
 
 
 class Observer:
     """Base class of observers, which are told when the events of a step begin and end."""
 
     # The events that it is told of; other events cost a step nothing.
-    kinds: tuple[type, ...] = (Phase, Layer, Recomputation, Gemm, Collective)
+    kinds: tuple[type, ...] = (Phase, LayerEvent, Recomputation, Gemm, Collective)
     sizes = True    # whether `Collective.bytes` and `Collective.pieces` are computed for it
     # Name of the operand that a collective moves, such as "A", set while a layer or a product
     # calls collectives; a gradient has the name of its operand.

@@ -14,7 +14,7 @@ from mm3d.model.transformer import Transformer
 from mm3d.schemes.closed_form import Move
 from mm3d.schemes.scheme import Scheme
 from mm3d.tracing.block_moves import DryRank, run_dry
-from mm3d.tracing.events import Collective, Layer
+from mm3d.tracing.events import Collective, LayerEvent
 
 Rectangle = tuple[int, int, int, int]    # rows and columns: first, last + 1
 
@@ -66,14 +66,14 @@ def layer_story(scheme: type[Scheme], grid: GridShape, sizes: Mapping[str, int],
     ValueError when the scheme cannot use the grid, or sizes do not go together.
     """
     first, recorded = run_dry(scheme, grid, lambda own: _layer(own, sizes, backward),
-                              (Layer, Collective))
+                              (LayerEvent, Collective))
     model = first.model
     spaces = {layer.name: _space_of(layer) for chain in model.layers.layers
               for layer in chain.layers}
     parts: list[list] = []
     for events in recorded:
         event = events[0].event
-        if isinstance(event, Layer):
+        if isinstance(event, LayerEvent):
             parts += [[event, []]] * (event.name in spaces)    # not the residual around them
         else:
             parts[-1][1].append(Moved(events[0].operand, event.kind, event.direction,

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Callable, Iterator, Sequence
 
-from mm3d.tracing.events import (Collective, Event, Gemm, HALVES, Layer, Observer, Overlapped,
+from mm3d.tracing.events import (Collective, Event, Gemm, HALVES, LayerEvent, Observer, Overlapped,
                                  PHASES, Phase, Recomputation)
 from mm3d.tracing.observed_calls import (LAYER_CALLS, NamedOperand, ObservedLibrary,
                                          ObservedTransport, Observers, join_observers,
@@ -25,7 +25,7 @@ PRODUCTS = ("gemm", "gemms")
 OPERANDS = {"vector": "b", "split": "KV", "chunks": "KV", "space": "row sums"}
 
 Wrap = Callable[[Any, Observers], Any]
-Point = tuple[Any, str, Wrap]    # owner, attribute, and the function that makes its wrapper
+WrapPoint = tuple[Any, str, Wrap]    # owner, attribute, and the function that makes its wrapper
 
 
 @contextmanager
@@ -101,9 +101,9 @@ def _report_event(event: Event) -> Callable[[Callable, Observers], Callable]:
                                                 join_observers(observers, type(event)))
 
 
-def _points_of_grid(grid: Any, kinds: tuple[type, ...]) -> list[Point]:
+def _points_of_grid(grid: Any, kinds: tuple[type, ...]) -> list[WrapPoint]:
     """List the products and the transports of a grid."""
-    found: list[Point] = []
+    found: list[WrapPoint] = []
     backend, busy = grid.backend, []
     if Gemm in kinds:
         found += [(backend, name, partial(report_products, busy)) for name in PRODUCTS
@@ -115,9 +115,9 @@ def _points_of_grid(grid: Any, kinds: tuple[type, ...]) -> list[Point]:
     return found
 
 
-def _points_of_model(model: Any, kinds: tuple[type, ...]) -> list[Point]:
+def _points_of_model(model: Any, kinds: tuple[type, ...]) -> list[WrapPoint]:
     """List the passes of a model and the layers in it."""
-    found: list[Point] = []
+    found: list[WrapPoint] = []
     if Phase in kinds:
         found += [(model, name, _report_event(Phase(name))) for name in (*PHASES, *HALVES)
                   if hasattr(model, name)]
@@ -131,9 +131,9 @@ def _points_of_model(model: Any, kinds: tuple[type, ...]) -> list[Point]:
         Collective in kinds and product is not None)
 
 
-def _points_within(chain: Any, kinds: tuple[type, ...]) -> list[Point]:
+def _points_within(chain: Any, kinds: tuple[type, ...]) -> list[WrapPoint]:
     """List the layers of `chain` and of the chains in it."""
-    found: list[Point] = []
+    found: list[WrapPoint] = []
     for layer in chain.layers:
         if hasattr(layer, "recompute"):    # an event only when it is computed again
             if Recomputation in kinds:
@@ -145,13 +145,13 @@ def _points_within(chain: Any, kinds: tuple[type, ...]) -> list[Point]:
             found += _points_within(layer, kinds)
         elif Collective in kinds:
             found += _points_of_operands(layer)
-        if Layer in kinds:
+        if LayerEvent in kinds:
             found += [(layer, name, partial(wrap, layer, _layer_event(layer)))
                       for name, wrap in LAYER_CALLS.items() if hasattr(layer, name)]
     return found
 
 
-def _points_of_operands(layer: Any) -> list[Point]:
+def _points_of_operands(layer: Any) -> list[WrapPoint]:
     """List the attributes of `layer` that call collectives, with the names of their operands."""
     product = getattr(layer, "product", None)
     return [(owner, attribute, partial(_name_operand, operand))
@@ -176,6 +176,6 @@ def _layer_name(layer: Any) -> str:
     return getattr(layer, "name", type(layer).__name__.lower())
 
 
-def _layer_event(layer: Any) -> Layer:
+def _layer_event(layer: Any) -> LayerEvent:
     """Return the event of a layer: its name in the model, and its part of a block."""
-    return Layer(_layer_name(layer), getattr(layer, "part", _layer_name(layer)))
+    return LayerEvent(_layer_name(layer), getattr(layer, "part", _layer_name(layer)))

@@ -9,7 +9,8 @@ import numpy as np
 from mm3d.arrays.backend import host_dtype
 from mm3d.arrays.blocks import resized_shape, total_length
 from mm3d.grid.axis import COLLECTIVES
-from mm3d.tracing.events import ArrayObserver, Collective, Event, Gemm, Layer, Observer, Overlapped
+from mm3d.tracing.events import (ArrayObserver, Collective, Event, Gemm, LayerEvent, Observer,
+                                 Overlapped)
 from mm3d.transport.pending import Pending
 
 # Methods of a Split, Vector or Space whose collectives move its operand.
@@ -67,7 +68,7 @@ def report_calls(work: Callable, event: Event, observer: Observer) -> Callable:
         observer.enter(event)
         try:
             result = work(*arrays)
-            if isinstance(event, Layer):
+            if isinstance(event, LayerEvent):
                 observer.see_layer(work.__name__, arrays[0], result)
             return result
         finally:
@@ -84,8 +85,8 @@ class SavedWithNotes(NamedTuple):
 
 def report_forward(layer: Any, event: Event, work: Callable, observers: Observers) -> Callable:
     """Wrap the forward of a layer; observers of arrays are given its input and output."""
-    reported = report_calls(work, event, join_observers(observers, Layer))
-    seeing = select_array_observers(observers, Layer)
+    reported = report_calls(work, event, join_observers(observers, LayerEvent))
+    seeing = select_array_observers(observers, LayerEvent)
 
     def forward(x: Any, within: Any = None) -> tuple[Any, Any]:
         y, saved = reported(x, within)
@@ -95,8 +96,8 @@ def report_forward(layer: Any, event: Event, work: Callable, observers: Observer
 
 def report_recomputed(layer: Any, event: Event, work: Callable, observers: Observers) -> Callable:
     """Wrap a layer's `recompute_saved`, which computes what it saves without its output."""
-    reported = report_calls(work, event, join_observers(observers, Layer))
-    seeing = select_array_observers(observers, Layer)
+    reported = report_calls(work, event, join_observers(observers, LayerEvent))
+    seeing = select_array_observers(observers, LayerEvent)
 
     def again(x: Any, within: Any = None) -> Any:
         return SavedWithNotes(reported(x, within),
@@ -109,8 +110,8 @@ def report_backward(layer: Any, event: Event, work: Callable, observers: Observe
 
     They are given no arrays of the halves of backward.
     """
-    reported = report_calls(work, event, join_observers(observers, Layer))
-    seeing = select_array_observers(observers, Layer)
+    reported = report_calls(work, event, join_observers(observers, LayerEvent))
+    seeing = select_array_observers(observers, LayerEvent)
 
     def backward(dy: Any, noted: Any, within: Any = None) -> Any:
         if not isinstance(noted, SavedWithNotes):    # its forward was not observed
@@ -129,7 +130,7 @@ def report_backward(layer: Any, event: Event, work: Callable, observers: Observe
 def report_backward_weights(layer: Any, event: Event, work: Callable,
                             observers: Observers) -> Callable:
     """Wrap the second half of a layer's backward."""
-    return report_calls(work, event, join_observers(observers, Layer))
+    return report_calls(work, event, join_observers(observers, LayerEvent))
 
 
 LAYER_CALLS = {"forward": report_forward, "backward": report_backward,

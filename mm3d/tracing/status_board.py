@@ -16,7 +16,7 @@ from typing import Any, Callable, Iterator
 
 import numpy as np
 
-from mm3d.tracing.events import Collective, Event, Layer, Observer, Recomputation
+from mm3d.tracing.events import Collective, Event, LayerEvent, Observer, Recomputation
 from mm3d.transport.communicators import create
 from mm3d.transport.nodes import own_node
 
@@ -84,7 +84,7 @@ class StatusBoard:
 class PositionObserver(Observer):
     """Write the layer and the collective that this rank is in to the board."""
 
-    kinds = (Layer, Recomputation, Collective)
+    kinds = (LayerEvent, Recomputation, Collective)
     sizes = False
 
     def __init__(self, board: StatusBoard) -> None:
@@ -94,7 +94,7 @@ class PositionObserver(Observer):
     def enter(self, event: Event, barrier: Callable[[], None] | None = None) -> None:
         """Enter a layer, its recomputation, or a collective."""
         board = self.board
-        if isinstance(event, (Layer, Recomputation)):
+        if isinstance(event, (LayerEvent, Recomputation)):
             text = _pad_text(event.name)
             board.memory[board.texts[0]] = text
             self.entered.append(text)

@@ -4,8 +4,8 @@ from collections import Counter
 from typing import Any, Callable
 
 from mm3d.grid.axis import Traffic
-from mm3d.tracing.events import (Boundary, Event, Gemm, HALVES, Layer, Observer, Overlapped,
-                                 PHASES, Pass, Phase, Recomputation)
+from mm3d.tracing.events import (Boundary, Event, Gemm, HALVES, LayerEvent, MemoryPass, Observer,
+                                 Overlapped, PHASES, Phase, Recomputation)
 
 RECOMPUTED_SUFFIX = " (again)"    # of the name of a part, for its work that is done again
 # The phase outside of all passes: the ends of a GPT, messages between stages, the sums of
@@ -61,7 +61,7 @@ class Trace(Observer):
         self._outer.append((self.phase, self.part, self._suffix))
         if isinstance(event, Phase):
             self.begin_phase(event.name)
-        elif isinstance(event, Layer):
+        elif isinstance(event, LayerEvent):
             self.part = event.part
         elif isinstance(event, Recomputation):
             self._suffix = RECOMPUTED_SUFFIX
@@ -140,7 +140,8 @@ class Trace(Observer):
         return sum(traffic.words for when in ([phase] if phase else self.phases)
                    for traffic in self.traffic[when].values())
 
-    def work(self, seconds: Callable[[Gemm | Pass], float], phase: str | None = None) -> float:
+    def work(self, seconds: Callable[[Gemm | MemoryPass], float],
+             phase: str | None = None) -> float:
         """Sum the `seconds` of all products and elementwise passes, of one phase or of all."""
         return sum(times * seconds(event) for (when, _, event), times in self.events.items()
-                   if isinstance(event, (Gemm, Pass)) and phase in (None, when))
+                   if isinstance(event, (Gemm, MemoryPass)) and phase in (None, when))

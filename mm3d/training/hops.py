@@ -16,7 +16,7 @@ from mm3d.grid.shape import GridShape
 from mm3d.model.parameters import Parameter
 from mm3d.schemes.scheme import Scheme
 from mm3d.training.mesh import Mesh
-from mm3d.training.schedules.schedule import Event, Schedule
+from mm3d.training.schedules.schedule import Completion, Schedule
 from mm3d.training.sharded_parameters import shard_layout
 from mm3d.transport.pending import Pending
 from mm3d.transport.point_to_point import PointToPoint, tag_count
@@ -156,17 +156,17 @@ class Hops(BlockMessages):
                                          **{mine: self.mesh.place})
         return self._known[key]
 
-    def tag(self, event: Event) -> int:
+    def tag(self, event: Completion) -> int:
         """Return the tag that messages with the result of `event` alone have."""
         number = event.stage * self.schedule.microbatches + event.micro
         return 2 * number + (event.step == "B")
 
-    def send(self, event: Event, block: Array, target: int) -> None:
+    def send(self, event: Completion, block: Array, target: int) -> None:
         """Begin to send this rank's `block`, the result of `event`, to the stage `target`."""
         self.send_parts(block, self._transfers(self.mesh.stage, target),
                         partial(self.mesh.rank, target), self.tag(event))
 
-    def begin_receive(self, event: Event, source: int) -> Arriving:
+    def begin_receive(self, event: Completion, source: int) -> Arriving:
         """Begin to receive this rank's block of the result of `event` from the stage `source`."""
         return self.receive_parts(self.dtype, self._transfers(source, self.mesh.stage),
                                   partial(self.mesh.rank, source), self.tag(event))

@@ -95,7 +95,7 @@ class Pipeline(Staged):
         The ranks; all create it, and call `free` when it is not used any more.
     schedule : str or Schedule
         What each stage does, and in which order; a name of
-        `mm3d.training.schedules.builders.registry` needs `microbatches`.
+        `mm3d.training.schedules.builders.all_builders` needs `microbatches`.
     microbatches : int, optional
         Number of micro-batches of a replica, with a schedule's name.
     around : callable, optional

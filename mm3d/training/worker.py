@@ -13,7 +13,7 @@ from typing import Any, Callable, ContextManager, Sequence
 from mm3d.arrays.backend import Array
 from mm3d.training.hops import Hops
 from mm3d.training.schedules.messages import Operation, operations
-from mm3d.training.schedules.schedule import Action, Event
+from mm3d.training.schedules.schedule import Action, Completion
 
 
 class Worker:
@@ -35,10 +35,10 @@ class Worker:
         """Execute all actions of a step; see `mm3d.training.pipeline.Pipeline.step`."""
         self._inputs, self._output_gradient = inputs, output_gradient
         self._input_gradient = input_gradient
-        self._results: dict[Event, Array] = {}    # on this rank and not used yet
-        self._saved: dict[Event, Any] = {}        # for B, then for W, by the step F
+        self._results: dict[Completion, Array] = {}    # on this rank and not used yet
+        self._saved: dict[Completion, Any] = {}        # for B, then for W, by the step F
         self._receives = deque(one for one in self.program if one.kind == "receive")
-        self._begun: dict[Event, Any] = {}
+        self._begun: dict[Completion, Any] = {}
         for operation in self.program:
             if operation.kind == "receive":
                 self._begin_receives(operation.index)
@@ -55,11 +55,11 @@ class Worker:
                 output: Callable[[int, Array], Any]) -> None:
         """Compute forward alone; see `mm3d.training.pipeline.Pipeline.forward`."""
         stages, rank_of = self.schedule.stages[self.rank], self.schedule.rank_of
-        results: dict[Event, Array] = {}    # that stay on this rank
+        results: dict[Completion, Array] = {}    # that stay on this rank
         for chunk, stage in sorted(enumerate(stages), key=itemgetter(1)):
             for micro in range(self.schedule.microbatches):
                 self.hops.messages.release_sent()
-                before, own = Event("F", stage - 1, micro), Event("F", stage, micro)
+                before, own = Completion("F", stage - 1, micro), Completion("F", stage, micro)
                 if not stage:
                     x = inputs(micro)
                 elif before in results:
@@ -92,24 +92,24 @@ class Worker:
     def _run(self, action: Action) -> None:
         """Run one action: take its input, and keep its result."""
         stage, micro = self.schedule.stage_of(self.rank, action.chunk), action.micro
-        model, own = self.chunks[action.chunk], Event("F", stage, micro)
+        model, own = self.chunks[action.chunk], Completion("F", stage, micro)
         if action.kind == "F":
-            before = Event("F", stage - 1, micro)
+            before = Completion("F", stage - 1, micro)
             x = self._results.pop(before) if stage else self._inputs(micro)
             y, self._saved[own] = model.forward(x)
             if stage + 1 < self.schedule.stage_count:
                 self._results[own] = y
             else:
-                self._results[Event("B", stage + 1, micro)] = self._output_gradient(micro, y)
+                self._results[Completion("B", stage + 1, micro)] = self._output_gradient(micro, y)
         elif action.kind == "W":
             model.backward_weights(self._saved.pop(own))
         else:
-            dy = self._results.pop(Event("B", stage + 1, micro))
+            dy = self._results.pop(Completion("B", stage + 1, micro))
             if action.kind == "BW":
                 dx = model.backward(dy, self._saved.pop(own))
             else:
                 dx, self._saved[own] = model.backward_input(dy, self._saved.pop(own))
             if stage:
-                self._results[Event("B", stage, micro)] = dx
+                self._results[Completion("B", stage, micro)] = dx
             else:
                 self._input_gradient(micro, dx)

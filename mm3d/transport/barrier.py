@@ -30,7 +30,7 @@ from mpi4py import MPI
 
 from mm3d import launcher
 from mm3d.transport import call_check
-from mm3d.transport.call_check import Call
+from mm3d.transport.call_check import PackedCall
 
 SLOTS = 4                   # of messages and calls: a rank is at most SLOTS - 1 barriers ahead
 OWN_CORE_LOOKS = 4000       # at a counter, before a rank yields its core: a fifth of a millisecond
@@ -77,7 +77,7 @@ class Barrier:
         self.turn = self.completed = 0
         self.earlier_calls = 0    # hash of the calls since the last barrier where all ranks waited
 
-    def arrive(self, call: Call, region: int = IN_MESSAGES) -> int:
+    def arrive(self, call: PackedCall, region: int = IN_MESSAGES) -> int:
         """Arrive at the next barrier with a description of the call; return its number."""
         turn = self.turn + 1
         if self.completed < turn - SLOTS + 1:
@@ -144,12 +144,12 @@ class Barrier:
         found = {rank: self._calls[self.turn % SLOTS][rank].tolist() for rank in ranks}
         if len({tuple(words[:call_check.CALL_WORDS + 1]) for words in found.values()}) == 1:
             return ""
-        differ = call_check.format_difference(found.items())
+        differ = call_check.format_call_difference(found.items())
         if len({words[call_check.CALL_WORDS] for words in found.values()}) > 1:
             raise ValueError(differ)
         return differ
 
-    def compare_calls(self, ranks: Iterable[int], call: Call) -> None:
+    def compare_calls(self, ranks: Iterable[int], call: PackedCall) -> None:
         """Compare the calls of some ranks now, and of all ranks at their next common barrier.
 
         Raises ValueError when the calls of these ranks differ.
@@ -161,6 +161,6 @@ class Barrier:
                 and (differ := self.describe_difference(ranks))):
             raise ValueError(differ)
 
-    def note_call(self, call: int | Call) -> None:
+    def note_call(self, call: int | PackedCall) -> None:
         """Add a call, or the length of an allocation, to the hash that all ranks compare next."""
         self.earlier_calls = hash((self.earlier_calls, call))

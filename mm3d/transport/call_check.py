@@ -24,7 +24,7 @@ KNOWN_CALLS = 1024           # which are remembered: a step repeats those of the
 _packing = struct.Struct(f"={CALL_WORDS}q")
 
 
-class Call(tuple[int, ...]):
+class PackedCall(tuple[int, ...]):
     """Describe a collective call in `CALL_WORDS` numbers, `packed` as they are in memory."""
 
     packed: bytes
@@ -32,7 +32,7 @@ class Call(tuple[int, ...]):
 
 @functools.lru_cache(KNOWN_CALLS)
 def encode_call(kind: int, dtype: np.dtype | None = None, shape: tuple[int, ...] = (),
-                dim: int = 0, counts: tuple[int, ...] = ()) -> Call:
+                dim: int = 0, counts: tuple[int, ...] = ()) -> PackedCall:
     """Encode a collective call.
 
     `kind` is `BARRIER`, `ALL_GATHER` and so on.  `dtype` and `shape` are those of the whole array,
@@ -40,8 +40,8 @@ def encode_call(kind: int, dtype: np.dtype | None = None, shape: tuple[int, ...]
     `dim` is the dimension that is divided into blocks of the lengths `counts`, or the root of a
     broadcast or reduce.
     """
-    call = Call((kind, ord(dtype.char) if dtype else 0, dim, hash(counts), len(shape),
-                 *shape[:MAX_DIMS], *NO_SIZES[len(shape):]))
+    call = PackedCall((kind, ord(dtype.char) if dtype else 0, dim, hash(counts), len(shape),
+                       *shape[:MAX_DIMS], *NO_SIZES[len(shape):]))
     call.packed = _packing.pack(*call)
     return call
 
@@ -64,7 +64,7 @@ def _dtype_name(letter: str) -> str:
         return {"E": "bfloat16"}.get(letter, f"a dtype of letter {letter}")
 
 
-def format_difference(found: Iterable[tuple[int, Sequence[int]]]) -> str:
+def format_call_difference(found: Iterable[tuple[int, Sequence[int]]]) -> str:
     """Format an error message about ranks whose calls differ.
 
     Each rank is given with its encoded call.

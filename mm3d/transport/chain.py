@@ -39,7 +39,7 @@ class ChainTransport(MpiTransport):
         if send.nbytes <= MAX_MPI_BYTES:
             super()._reduce(send, recv, root)
             return
-        total = np.array(sums.upcast(send)).reshape(-1)
+        total = np.array(sums.widen(send)).reshape(-1)
         self._moved += self.lane.reduce(total, root)
         if recv is not None:
             recv[...] = total.reshape(recv.shape)

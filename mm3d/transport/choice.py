@@ -66,13 +66,13 @@ def choose_transport(comm: MPI.Intracomm | DryCommunicator, backend: Backend) ->
     emulated_node_size()    # raises its error first, the same on every rank
     if backend.host_buffers:
         return wanted or "hierarchical"
-    return import_module("mm3d.transport.on_devices").choose_transport(comm, backend, wanted)
+    return import_module("mm3d.transport.on_devices").prove_transport(comm, backend, wanted)
 
 
 def choose_device(comm: MPI.Intracomm, backend: Backend) -> None:
     """Let each rank have the device of its number on its node; all ranks of `comm` call it."""
     if backend.has_device:
-        import_module("mm3d.transport.on_devices").choose_device(comm, backend)
+        import_module("mm3d.transport.on_devices").assign_device(comm, backend)
 
 
 def create_transports(comm: MPI.Intracomm | DryCommunicator,

@@ -12,10 +12,10 @@ from typing import Any, Callable
 
 from mm3d.arrays.backend import Array
 from mm3d.arrays.blocks import block_starts
-from mm3d.transport.exchange import ExchangeTransport, Lengths, lengths_and_starts
+from mm3d.transport.exchange import BlockLengths, ExchangeTransport, lengths_and_starts
 
 
-def _divide(a: Array, lengths: Lengths) -> list[Array]:
+def _divide(a: Array, lengths: BlockLengths) -> list[Array]:
     """View consecutive blocks of a flat buffer."""
     return [a[start:start + length] for length, start in lengths_and_starts(lengths)]
 
@@ -31,7 +31,7 @@ class DeviceTransport(ExchangeTransport):
 
     name = "device"
 
-    def _all_gather(self, send: Array, recv: Array, lengths: Lengths) -> None:
+    def _all_gather(self, send: Array, recv: Array, lengths: BlockLengths) -> None:
         self.backend.synchronize()
         super()._all_gather(send, recv, lengths)
 
@@ -39,16 +39,17 @@ class DeviceTransport(ExchangeTransport):
         self.backend.synchronize()
         super()._broadcast(buffer, root)
 
-    def _exchange(self, send: Array, recv: Array, sends: Lengths, receives: Lengths) -> None:
+    def _exchange(self, send: Array, recv: Array, sends: BlockLengths,
+                  receives: BlockLengths) -> None:
         self.backend.synchronize()
         super()._exchange(send, recv, sends, receives)
 
-    def _begin_exchange(self, send: Array, recv: Array, sends: Lengths,
-                        receives: Lengths) -> Callable[[], Any]:
+    def _begin_exchange(self, send: Array, recv: Array, sends: BlockLengths,
+                        receives: BlockLengths) -> Callable[[], Any]:
         return self._begin(_divide(send, sends), _divide(recv, receives))
 
     def _begin_all_gather(self, send: Array, recv: Array,
-                          lengths: Lengths) -> Callable[[], Any]:
+                          lengths: BlockLengths) -> Callable[[], Any]:
         return self._begin([self._flatten(send)] * self.comm.size,
                            _divide(self._flatten(recv), lengths))
 
@@ -71,7 +72,7 @@ class StagedTransport(ExchangeTransport):
 
     name = "staged"
 
-    def _all_gather(self, send: Array, recv: Array, lengths: Lengths) -> None:
+    def _all_gather(self, send: Array, recv: Array, lengths: BlockLengths) -> None:
         outgoing, incoming = self.backend.host_copy(send), self.backend.host_buffer(recv)
         super()._all_gather(outgoing, incoming, lengths)
         self.backend.copy_from_host(incoming, recv)
@@ -83,18 +84,19 @@ class StagedTransport(ExchangeTransport):
         if not sends:
             self.backend.copy_from_host(host, buffer)
 
-    def _exchange(self, send: Array, recv: Array, sends: Lengths, receives: Lengths) -> None:
+    def _exchange(self, send: Array, recv: Array, sends: BlockLengths,
+                  receives: BlockLengths) -> None:
         self._begin_exchange(send, recv, sends, receives)()
 
-    def _begin_exchange(self, send: Array, recv: Array, sends: Lengths,
-                        receives: Lengths) -> Callable[[], Any]:
+    def _begin_exchange(self, send: Array, recv: Array, sends: BlockLengths,
+                        receives: BlockLengths) -> Callable[[], Any]:
         outgoing, incoming = self.backend.host_copy(send), self.backend.host_buffer(recv)
         request = self.comm.Ialltoallv([outgoing, (sends, block_starts(sends))],
                                        [incoming, (receives, block_starts(receives))])
         return lambda: self._end(request, outgoing, incoming, recv)
 
     def _begin_all_gather(self, send: Array, recv: Array,
-                          lengths: Lengths) -> Callable[[], Any]:
+                          lengths: BlockLengths) -> Callable[[], Any]:
         outgoing, incoming = self.backend.host_copy(send), self.backend.host_buffer(recv)
         request = self.comm.Iallgatherv(outgoing, [incoming, (lengths, block_starts(lengths))])
         return lambda: self._end(request, outgoing, incoming, recv)

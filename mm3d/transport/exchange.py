@@ -13,7 +13,7 @@ from mm3d.transport.pending import Pending
 # exchange instead of two, and a second takes longer than 128 KiB take to arrive.
 MAX_GATHERED_ELEMENTS = 1 << 15
 
-Lengths = list[int]
+BlockLengths = list[int]
 
 
 class ExchangeTransport(MpiTransport, ABC):
@@ -25,13 +25,13 @@ class ExchangeTransport(MpiTransport, ABC):
 
     nonblocking_rooted = False    # on device buffers some of MPI's nonblocking collectives crash
 
-    def _count_received(self, lengths: Lengths) -> None:
+    def _count_received(self, lengths: BlockLengths) -> None:
         """Count the words of the blocks that this rank receives, one from each rank."""
         self._moved += sum(lengths) - lengths[self.rank]
 
     @abstractmethod
-    def _begin_exchange(self, send: Array, recv: Array, sends: Lengths,
-                        receives: Lengths) -> Callable[[], Any]:
+    def _begin_exchange(self, send: Array, recv: Array, sends: BlockLengths,
+                        receives: BlockLengths) -> Callable[[], Any]:
         """Start an `_exchange`, and return the function that ends it."""
 
     def begin_reduce_scatter(self, a: Array, dim: int, counts: list[int]) -> Pending:
@@ -39,13 +39,13 @@ class ExchangeTransport(MpiTransport, ABC):
         return Pending(out, self._begin_reduce_scatter(flat, out, lengths), kept=(flat,))
 
     def _begin_reduce_scatter(self, send: Array, recv: Array,
-                              lengths: Lengths) -> Callable[[], Any]:
+                              lengths: BlockLengths) -> Callable[[], Any]:
         """Start a `_reduce_scatter`, and return the function that ends it."""
         terms, receives = self._room_for_terms(send, lengths)
         arrive = self._begin_exchange(self._flatten(send), self._flatten(terms), lengths, receives)
         return lambda: (arrive(), _sum_terms(terms, recv))
 
-    def _room_for_terms(self, send: Array, lengths: Lengths) -> tuple[Array, Lengths]:
+    def _room_for_terms(self, send: Array, lengths: BlockLengths) -> tuple[Array, BlockLengths]:
         """Return memory for all terms of this rank's block, and their lengths; count the words."""
         receives = [lengths[self.rank]] * self.comm.size
         self._count_received(receives)
@@ -59,10 +59,10 @@ class ExchangeTransport(MpiTransport, ABC):
 
     @abstractmethod
     def _begin_all_gather(self, send: Array, recv: Array,
-                          lengths: Lengths) -> Callable[[], Any]:
+                          lengths: BlockLengths) -> Callable[[], Any]:
         """Start an `_all_gather`, and return the function that ends it."""
 
-    def _reduce_scatter(self, send: Array, recv: Array, lengths: Lengths) -> None:
+    def _reduce_scatter(self, send: Array, recv: Array, lengths: BlockLengths) -> None:
         terms, receives = self._room_for_terms(send, lengths)
         self._exchange(self._flatten(send), self._flatten(terms), lengths, receives)
         _sum_terms(terms, recv)
@@ -88,7 +88,7 @@ class ExchangeTransport(MpiTransport, ABC):
         into = self._flatten(recv) if at_root else self.backend.empty((0,), send.dtype)
         self._exchange(part, into, sends, receives)
 
-    def _sum_share(self, send: Array) -> tuple[Array, Lengths]:
+    def _sum_share(self, send: Array) -> tuple[Array, BlockLengths]:
         """Compute this rank's even share of the sum; return it with the lengths of all shares."""
         lengths = block_lengths(math.prod(send.shape), self.comm.size)
         part = self.backend.empty((lengths[self.rank],), send.dtype)
@@ -103,6 +103,6 @@ def _sum_terms(terms: Array, out: Array) -> None:
     out[...] = xp.reshape(xp.astype(total, out.dtype, copy=False), out.shape)
 
 
-def lengths_and_starts(lengths: Lengths) -> list[tuple[int, int]]:
+def lengths_and_starts(lengths: BlockLengths) -> list[tuple[int, int]]:
     """Return length and start of each of consecutive blocks."""
     return list(zip(lengths, block_starts(lengths)))

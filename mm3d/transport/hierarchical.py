@@ -26,7 +26,7 @@ from mm3d.arrays.backend import Array, Backend
 from mm3d.arrays.blocks import block_bounds, block_indices, resized_shape
 from mm3d.transport import call_check, sums
 from mm3d.transport.communicators import create
-from mm3d.transport.lanes import Lane, Part, share
+from mm3d.transport.lanes import Lane, LanePart, share
 from mm3d.transport.mpi import MpiTransport
 from mm3d.transport.pending import Pending
 from mm3d.transport.segments import SharedMemory, join_blocks, read_only_view
@@ -38,7 +38,7 @@ MAX_MPI_BYTES = 1 << 16    # of a whole array that goes by MPI, in fewer success
 class NodeBlocks:
     """Place the ranks' blocks of an array so that the blocks of a node are consecutive."""
 
-    blocks: list[Part]    # the place of each rank's block
+    blocks: list[LanePart]    # the place of each rank's block
     nodes: list[tuple[int, int]]    # start and length of each node's blocks
 
     @classmethod
@@ -53,7 +53,7 @@ class NodeBlocks:
             nodes.append((first, start - first))
         return cls(blocks, nodes)
 
-    def shares(self, lanes: int, lane: int) -> list[Part]:
+    def shares(self, lanes: int, lane: int) -> list[LanePart]:
         """Return the share of each node's blocks that a lane carries."""
         return [share(start, length, lanes, lane) for start, length in self.nodes]
 
@@ -266,7 +266,7 @@ class HierarchicalTransport(MpiTransport):
         self._moved += sum(a.size for node, a in enumerate(receives) if node != self.node)
         return self.lane.exchange(sends, receives)
 
-    def _exchange_sums(self, terms: Array, parts: list[Part]) -> tuple[Any, list[Array]]:
+    def _exchange_sums(self, terms: Array, parts: list[LanePart]) -> tuple[Any, list[Array]]:
         """Sum a part for each node over this node's ranks, and start to exchange the sums.
 
         Returns the requests to wait for before the sums are read, and this node's part, summed
@@ -278,10 +278,10 @@ class HierarchicalTransport(MpiTransport):
                     for node in range(len(parts))]
         return self._exchange_with_nodes(sends, received), received
 
-    def _sum_of_node(self, terms: Array, part: Part) -> Array:
+    def _sum_of_node(self, terms: Array, part: LanePart) -> Array:
         """Sum a part of the terms of this node's ranks, in place or in float32."""
         first, *others = (term[part] for term in terms)
-        total = sums.upcast(first)
+        total = sums.widen(first)
         if others:
             sums.add_terms([total, *others], total)
         self._moved += len(others) * total.size

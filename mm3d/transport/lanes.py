@@ -17,7 +17,7 @@ MOST_CHUNK_BYTES = 1 << 18    # that a node passes on at a time, while it receiv
 CHUNK_COST = 1 << 14    # bytes that a link carries in the time that a further chunk costs
 DIRECT_BYTES = 1 << 12   # up to which a root exchanges with every node: a chain takes longer
 
-Part = slice
+LanePart = slice
 
 
 class Requests:
@@ -54,7 +54,7 @@ class Requests:
             _check_length(status, length)
 
 
-def share(start: int, length: int, parts: int, part: int) -> Part:
+def share(start: int, length: int, parts: int, part: int) -> LanePart:
     """Return one of equal parts of `length` elements from `start` on."""
     before, own = block_bounds(length, parts, part)
     return slice(start + before, start + before + own)

@@ -94,7 +94,7 @@ class MpiTransport:
         # MPICH sums here in the order of the blocking collective, also where blocks are even;
         # with another MPI the last bits may differ if three or more ranks sum.
         self._moved = math.nan
-        terms, total = sums.upcast(flat), sums.accumulator(out)
+        terms, total = sums.widen(flat), sums.accumulator(out)
         request = self.comm.Ireduce_scatter(terms, total, lengths)
         return Pending(out, lambda: sums.store_rounded(total, out), request, (terms,))
 
@@ -131,7 +131,7 @@ class MpiTransport:
             return Pending(self.reduce(a, root))
         out = self.backend.empty(a.shape, a.dtype) if self.rank == root else None
         self._moved = math.nan
-        terms = sums.upcast(self.backend.contiguous(a))
+        terms = sums.widen(self.backend.contiguous(a))
         total = None if out is None else sums.accumulator(out)
         request = self.comm.Ireduce(terms, total, root=root)
         return Pending(out, None if out is None else lambda: sums.store_rounded(total, out),
@@ -220,15 +220,15 @@ class MpiTransport:
         self._moved = math.nan
         total = sums.accumulator(recv)
         if len(set(lengths)) == 1:
-            self.comm.Reduce_scatter_block(sums.upcast(send), total)
+            self.comm.Reduce_scatter_block(sums.widen(send), total)
         else:
-            self.comm.Reduce_scatter(sums.upcast(send), total, lengths)
+            self.comm.Reduce_scatter(sums.widen(send), total, lengths)
         sums.store_rounded(total, recv)
 
     def _all_reduce(self, send: Array, recv: Array) -> None:
         self._moved = math.nan
         total = sums.accumulator(recv)
-        self.comm.Allreduce(sums.upcast(send), total)
+        self.comm.Allreduce(sums.widen(send), total)
         sums.store_rounded(total, recv)
 
     def _broadcast(self, buffer: Array, root: int) -> None:
@@ -237,7 +237,7 @@ class MpiTransport:
     def _reduce(self, send: Array, recv: Array | None, root: int) -> None:
         self._moved = math.nan
         total = None if recv is None else sums.accumulator(recv)
-        self.comm.Reduce(sums.upcast(send), total, root=root)
+        self.comm.Reduce(sums.widen(send), total, root=root)
         if total is not None:
             sums.store_rounded(total, recv)
 

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any, Callable, Iterator
 
 from mm3d.arrays.backend import Array, Backend
-from mm3d.transport.exchange import Lengths, ExchangeTransport, lengths_and_starts
+from mm3d.transport.exchange import BlockLengths, ExchangeTransport, lengths_and_starts
 
 
 class NcclTransport(ExchangeTransport):
@@ -59,7 +59,7 @@ class NcclTransport(ExchangeTransport):
         return self._begin(self._all_gather, *buffers)
 
     def _begin_reduce_scatter(self, send: Array, recv: Array,
-                              lengths: Lengths) -> Callable[[], Any]:
+                              lengths: BlockLengths) -> Callable[[], Any]:
         if self._summed(send) is None:
             return super()._begin_reduce_scatter(send, recv, lengths)
         return self._begin(self._reduce_scatter, send, recv, lengths)
@@ -74,7 +74,7 @@ class NcclTransport(ExchangeTransport):
             finally:
                 self.nccl.groupEnd()
 
-    def _all_gather(self, send: Array, recv: Array, lengths: Lengths) -> None:
+    def _all_gather(self, send: Array, recv: Array, lengths: BlockLengths) -> None:
         source, into, size = self._bytes(send, recv)
         if len(set(lengths)) == 1:
             with self._on_stream() as stream:
@@ -92,7 +92,8 @@ class NcclTransport(ExchangeTransport):
             self.group.broadcast(where, where, math.prod(buffer.shape) * size,
                                  self.nccl.NCCL_UINT8, root, stream)
 
-    def _exchange(self, send: Array, recv: Array, sends: Lengths, receives: Lengths) -> None:
+    def _exchange(self, send: Array, recv: Array, sends: BlockLengths,
+                  receives: BlockLengths) -> None:
         source, into, size = self._bytes(send, recv)
         with self._grouped() as stream:
             for peer, (length, start) in enumerate(lengths_and_starts(sends)):
@@ -104,7 +105,7 @@ class NcclTransport(ExchangeTransport):
                     self.group.recv(into + start * size, length * size, self.nccl.NCCL_UINT8,
                                     peer, stream)
 
-    def _reduce_scatter(self, send: Array, recv: Array, lengths: Lengths) -> None:
+    def _reduce_scatter(self, send: Array, recv: Array, lengths: BlockLengths) -> None:
         kind = self._summed(send)
         if kind is None:
             super()._reduce_scatter(send, recv, lengths)

@@ -10,7 +10,7 @@ from mm3d.transport import cuda_aware
 from mm3d.transport.nodes import create_node_communicator
 
 
-def choose_device(comm: MPI.Intracomm, backend: Backend) -> None:
+def assign_device(comm: MPI.Intracomm, backend: Backend) -> None:
     """Let each rank have the device of its number on its node; all ranks of `comm` call it.
 
     Before MPI starts only the launcher can tell that number, and not every launcher does.  Raises
@@ -30,7 +30,7 @@ def choose_device(comm: MPI.Intracomm, backend: Backend) -> None:
         raise ValueError(problems[0])
 
 
-def choose_transport(comm: MPI.Intracomm, backend: Backend, wanted: str) -> str:
+def prove_transport(comm: MPI.Intracomm, backend: Backend, wanted: str) -> str:
     """Return the transport that is `wanted`, or the first that is proven to work; all call it.
 
     NCCL is chosen if it is installed and every rank has a GPU to itself, else a CUDA-aware MPI

@@ -9,7 +9,7 @@ from typing import Iterable
 
 from mm3d.arrays.pool import IdleMemory, size_class
 
-Place = tuple[mmap.mmap, int]
+MemoryPlace = tuple[mmap.mmap, int]
 
 
 class Regions:
@@ -26,7 +26,7 @@ class Regions:
         self._sizes: list[int] = []
         self._users: list[int] = []                 # number of ranks that still use each
         self._hollow: dict[int, list[int]] = {}     # regions given back to the system, by size
-        self.places: list[Place] = []
+        self.places: list[MemoryPlace] = []
         self.emptied: list[int] = []
         self.trial: list[tuple] = []
         self.add(segment, start)

@@ -24,8 +24,8 @@ from mm3d.arrays.blocks import block_indices
 from mm3d.arrays.pool import size_class
 from mm3d.transport import call_check
 from mm3d.transport.barrier import BARRIER_BYTES, IN_MESSAGES, NO_ROOM, SLOTS, Barrier
-from mm3d.transport.call_check import Call
-from mm3d.transport.regions import Place, Regions
+from mm3d.transport.call_check import PackedCall
+from mm3d.transport.regions import MemoryPlace, Regions
 
 PAGE_BYTES = 4096
 SEGMENT_BYTES = 1 << 30   # mapped at a time; pages never touched take no memory
@@ -85,7 +85,7 @@ class SharedMemory:
         self.regions = Regions(self.size, segment, length)
         self._taken = 0                                 # regions since the last barrier
 
-    def synchronize(self, call: Call = _BARRIER, region: int = IN_MESSAGES) -> bool:
+    def synchronize(self, call: PackedCall = _BARRIER, region: int = IN_MESSAGES) -> bool:
         """Wait for all ranks; stores before it are visible to all of them afterwards.
 
         `call` is the collective of this rank, and `region` that of the arrays that are read.
@@ -137,7 +137,7 @@ class SharedMemory:
         note[0] = count
         self._noted[turn & 1][self.rank] = turn
 
-    def all_gather(self, a: np.ndarray, call: Call = _BARRIER) -> list[np.ndarray] | None:
+    def all_gather(self, a: np.ndarray, call: PackedCall = _BARRIER) -> list[np.ndarray] | None:
         """Gather the small arrays `a` of all ranks, each flat, to be read before the next barrier.
 
         Arrays of other ranks may be longer or shorter; values beyond their end are undefined.
@@ -146,7 +146,7 @@ class SharedMemory:
         slots = self._post(a, True)
         return _contents(slots, a.dtype) if self.synchronize(call) else None
 
-    def broadcast(self, a: np.ndarray, root: int, call: Call = _BARRIER) -> np.ndarray:
+    def broadcast(self, a: np.ndarray, root: int, call: PackedCall = _BARRIER) -> np.ndarray:
         """Broadcast the small array `a` of `root`; the others wait for the root alone.
 
         The result is flat, and to be read before the next barrier.  A rank whose call differs
@@ -158,7 +158,7 @@ class SharedMemory:
         return _contents(slots[root:root + 1], a.dtype)[0]
 
     def gather(self, a: np.ndarray, root: int,
-               call: Call = _BARRIER) -> list[np.ndarray] | None:
+               call: PackedCall = _BARRIER) -> list[np.ndarray] | None:
         """Gather on `root`, which alone waits, as `all_gather` does; None on the other ranks.
 
         When calls differ the root raises ValueError, and at the next `synchronize` all ranks do.
@@ -182,7 +182,7 @@ class SharedMemory:
                 slots[self.rank][:a.nbytes].view(a.dtype).reshape(a.shape)[...] = a
         return slots
 
-    def take(self, length: int) -> tuple[int, Place]:
+    def take(self, length: int) -> tuple[int, MemoryPlace]:
         """Take a region of at least `length` bytes, the same on every rank; all must call it.
 
         Returns its number, for `give_back`, and its place: the memory, and the byte at which it
@@ -200,7 +200,7 @@ class SharedMemory:
             region = regions.take(length)
         return region, regions.places[region]
 
-    def try_take(self, length: int) -> tuple[int, Place | None]:
+    def try_take(self, length: int) -> tuple[int, MemoryPlace | None]:
         """Take a region until the next `synchronize`, which keeps or undoes it.
 
         The region is `NO_ROOM` if there is no room.  Ranks need not all call it.

@@ -25,7 +25,7 @@ from mm3d.arrays.blocks import block_bounds, block_lengths, resized_shape
 from mm3d.arrays.pool import Lease
 from mm3d.transport import call_check, sums
 from mm3d.transport.barrier import NO_ROOM
-from mm3d.transport.call_check import Call
+from mm3d.transport.call_check import PackedCall
 from mm3d.transport.mpi import MpiTransport
 from mm3d.transport.segments import (MESSAGE_BYTES, SharedMemory, join_blocks,
                                      read_only_view)
@@ -35,7 +35,7 @@ from mm3d.transport.segments import (MESSAGE_BYTES, SharedMemory, join_blocks,
 class _Divided:
     """Describe a collective on an array that is divided along one dimension."""
 
-    call: Call    # the description that ranks compare
+    call: PackedCall    # the description that ranks compare
     along: tuple[int, tuple[int, ...]]    # the dimension, and the lengths of the blocks
     # Shape of the whole array, and index of this rank's block.
     shape: tuple[int, ...]
@@ -145,7 +145,7 @@ class SharedTransport(MpiTransport):
         return self._add(part, [other[divided.own] for other in others])
 
     def _shared_terms(self, a: Array, lease: _SharedLease | None,
-                      call: Call) -> tuple[Array, Array]:
+                      call: PackedCall) -> tuple[Array, Array]:
         """Return the first rank's term and the others' terms, in shared memory.
 
         `lease` is that of `a`, which may be a term already that is not summed yet.
@@ -235,7 +235,8 @@ class SharedTransport(MpiTransport):
         blocks = (part[start:] for part, start in zip(parts, starts))
         return join_blocks(blocks, out, dim, receives)
 
-    def _gather_counts(self, sends: list[int], receives: list[int], call: Call) -> np.ndarray:
+    def _gather_counts(self, sends: list[int], receives: list[int],
+                       call: PackedCall) -> np.ndarray:
         """Gather the lengths that every rank sends to each rank, and compare those received."""
         given = np.array([sends, receives])
         parts = self.memory.all_gather(given.reshape(-1), call)

@@ -20,7 +20,7 @@ def add_terms(terms: Sequence[np.ndarray], out: np.ndarray) -> None:
     store_rounded(total, out)
 
 
-def upcast(a: np.ndarray) -> np.ndarray:
+def widen(a: np.ndarray) -> np.ndarray:
     """Convert `a` to float32 if its numbers have 16 bits; otherwise return `a` itself."""
     return a.astype(np.float32) if _narrow(a) else a
 

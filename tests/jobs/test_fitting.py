@@ -38,12 +38,12 @@ def test_a_row_gets_the_policy_that_fits_or_is_refused(tmp_path):
     assert tight.fits and tight.recompute != "none" and tight.peak < found.peak
     refused = fitting.fit_row(site(gpu_memory="1 KB"), one)
     assert not refused.fits and "with any policy" in refused.refusal(1000)
-    work = scripts.Work(site(gpu_memory=f"{found.peak - 1} B"), "gpu4", tmp_path)
+    work = scripts.JobSettings(site(gpu_memory=f"{found.peak - 1} B"), "gpu4", tmp_path)
     script = scripts.row_script(work, one)
     assert f"--recompute={tight.recompute}" in script
     assert "-m bench dry" in script and f"--memory={found.peak - 1} B" in script
     assert "bench dry" not in scripts.row_script(
-        scripts.Work(site(gpu_memory=None), "gpu4", tmp_path), one)
+        scripts.JobSettings(site(gpu_memory=None), "gpu4", tmp_path), one)
 
 
 @pytest.mark.parametrize("variant", [Variant(dtype="float64"), Variant(dtype="float16"),
@@ -70,7 +70,8 @@ def test_a_variant_is_held_against_what_it_needs_itself(tmp_path, variant, capsy
     assert variant.causal or (needed > most) == (dtype != "float16")
     needed = memory_fit.predict_peak("3d", grid, replace(stack, recompute=found.recompute),
                                      variant)
-    script = scripts.row_script(scripts.Work(site(gpu_memory=f"{most} B"), "gpu4", tmp_path), one)
+    script = scripts.row_script(
+        scripts.JobSettings(site(gpu_memory=f"{most} B"), "gpu4", tmp_path), one)
     for option in {f"--dtype={variant.dtype}", f"--keep={variant.keep}"} & {*variant.arguments()}:
         assert option in script
     options = fitting.dry_options(one, found.recompute, needed)

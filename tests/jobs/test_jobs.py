@@ -16,10 +16,10 @@ from bench.cases.case import make_case
 from bench.cases.selection import select_rows
 from bench.errors import StoreError, UsageError
 from bench.records import journal, merged, run_file
-from bench.verbs import load
+from bench.verbs import load_verb
 from jobs import scripts, single, site, slurm, standings
 from jobs.__main__ import main
-from jobs.scripts import Work
+from jobs.scripts import JobSettings
 from records import computed_step, draw_only, made_up, waited_step
 from sites import HOSTILE, ROW, command_of, site_file, work_at
 from support import ROOT, run_python
@@ -34,7 +34,7 @@ PYTHON = {"python": "python"}    # the one on PATH
     pytest.param("gpu8", True, marks=pytest.mark.slow)])
 def test_supplied_sites_are_sound_and_render_all_rows(tmp_path, name, every):
     """By default one row of each number of ranks."""
-    mine = Work(site.load_site(name), name, tmp_path)
+    mine = JobSettings(site.load_site(name), name, tmp_path)
     rows = {row if every else row.gpus: row for row in select_rows()}
     for row in rows.values():
         text = scripts.row_script(mine, make_case(row, "paper"))
@@ -384,7 +384,7 @@ def test_what_was_seen_by_somebody_else(tmp_path, monkeypatch, capsys):
     status, out = doctor()
     assert status == 1 and "launcher    launcher: was not started: " in out
     assert "NOT USABLE: mend " in out and "reproduce" not in out    # which is for other places
-    assert "what reproduce does" in load("doctor").list_findings([], True)[1].items[1]
+    assert "what reproduce does" in load_verb("doctor").list_findings([], True)[1].items[1]
     status, out = doctor(out="", err="srun: error: no such plugin", status="1")
     assert status == 1 and "ended with status 1: srun: error: no such plugin" in out
     assert "did not end within 60 seconds: srun: error: no such" in doctor(status="timeout")[1]
@@ -397,7 +397,7 @@ def test_how_a_row_stands(tmp_path, commands):
     mine.runs(ROW.name).mkdir(parents=True)
 
     def standing(**queue):
-        found = {"7": slurm.State(**queue)} if queue else {}
+        found = {"7": slurm.JobState(**queue)} if queue else {}
         one, = standings.list_standings(mine, [ROW], slurm.Queue(found))
         return one.state, one.reason
 
@@ -630,7 +630,7 @@ def test_shellcheck_has_nothing_to_say(tmp_path, capsys):
         assert main(["render", "--site", name, "--out", str(out)]) == 0
         group = [make_case(row, "paper") for row in select_rows("all", "1d") if row.gpus == 8]
         (out / "jobs" / "array.sh").write_text(scripts.array_script(
-            Work(site.load_site(name), name, out), group))
+            JobSettings(site.load_site(name), name, out), group))
         assert main(["train", "--site", name, "--ranks", "8", "--out", str(out)]) == 0
         assert main(["render", "--site", name, "--table", "combined", "--ranks", "64", "--preset",
                      "tiny", "--out", str(out)]) == 0

@@ -31,7 +31,7 @@ def test_no_variable_of_the_user_reaches_a_command(commands, monkeypatch):
     for name, value in kept.items():
         monkeypatch.setenv(name, value)
     commands.answer("squeue", "echo '7|PENDING|Priority'")
-    assert slurm.read_queue().jobs == {"7": slurm.State("PENDING", "Priority")}
+    assert slurm.read_queue().jobs == {"7": slurm.JobState("PENDING", "Priority")}
     slurm.look_up("7")
     env = [line.partition("=") for line in
            (commands.said.parent / "said.env").read_text().splitlines()]
@@ -45,7 +45,7 @@ def test_no_variable_of_the_user_reaches_a_command(commands, monkeypatch):
     ("7;here\nYour project has 100 hours left", "7;here"), ("1\n  7  \n", "7")])
 def test_the_number_of_a_job_among_what_wrappers_print(commands, tmp_path, printed, job):
     commands.answer("sbatch", f"cat <<'END'\n{printed}\nEND\necho 99 >&2")
-    assert slurm.submit(tmp_path / "x.sh") == job
+    assert slurm.submit_script(tmp_path / "x.sh") == job
 
 
 @pytest.mark.parametrize("printed", ["Welcome!", "", "job 7 submitted", "7 jobs", "7;"])
@@ -63,15 +63,15 @@ def test_banners_around_the_queue_and_around_an_error(commands, tmp_path):
     answer = ["Maintenance | on | Monday", "CLUSTER: here", "7_3|RUNNING|None", "8|PENDING|(a|b)",
               "9|REVOKED|None"]
     commands.answer("squeue", f"printf '%s\\n' {shlex.join(answer)} '' bye")
-    assert slurm.read_queue().jobs == {"7_3": slurm.State("RUNNING", "None"),
-                                       "8": slurm.State("PENDING", "(a|b)")}
+    assert slurm.read_queue().jobs == {"7_3": slurm.JobState("RUNNING", "None"),
+                                       "8": slurm.JobState("PENDING", "(a|b)")}
     commands.answer("sbatch", "printf '%s\\n' hello 'sbatch: error: Invalid account' bye >&2; "
                               "exit 1")
     with pytest.raises(slurm.SlurmError, match="^sbatch: error: Invalid account$"):
-        slurm.submit(tmp_path / "x.sh")
+        slurm.submit_script(tmp_path / "x.sh")
     commands.answer("sbatch", "echo hello; echo 'sbatch: Job 7 to start at noon' >&2; "
                               "echo bye >&2")
-    assert slurm.test_only(tmp_path / "x.sh") == "Job 7 to start at noon"
+    assert slurm.test_script(tmp_path / "x.sh") == "Job 7 to start at noon"
     commands.answer("squeue", "printf '\\xff\\n7|RUNNING|None\\n'")    # no UTF-8
     assert set(slurm.read_queue().jobs) == {"7"}
 
@@ -85,8 +85,9 @@ LOST = "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; ex
     ("echo JobId=7 JobState=TIMEOUT Reason=None", "echo RUNNING", "TIMEOUT"),
     (GONE, "echo CANCELLED by 0", "CANCELLED"), (LOST, "printf 'Hello\nCOMPLETED\n'", "COMPLETED"),
     (GONE, LOST, ""), (GONE, "", ""), ("echo Job 7_3 not found; exit 1", "", ""),
-    (LOST, LOST, slurm.UNKNOWN), (LOST, "", slurm.UNKNOWN), ("", "", slurm.UNKNOWN),
-    ("exit 1", "exit 1", slurm.UNKNOWN), ("exec sleep 9", "exec sleep 9", slurm.UNKNOWN),
+    (LOST, LOST, slurm.UNKNOWN_STATE), (LOST, "", slurm.UNKNOWN_STATE),
+    ("", "", slurm.UNKNOWN_STATE), ("exit 1", "exit 1", slurm.UNKNOWN_STATE),
+    ("exec sleep 9", "exec sleep 9", slurm.UNKNOWN_STATE),
     # Another cluster of the federation has taken it.
     ("echo JobState=REVOKED", "echo RUNNING", "RUNNING"),
     ("echo JobState=REVOKED", "echo TIMEOUT", "TIMEOUT"),
@@ -192,7 +193,7 @@ def test_a_job_whose_cluster_is_not_said_is_looked_for_where_the_site_says(comma
 def test_a_number_that_two_clusters_have(commands):
     """A job whose cluster is not recorded is one of the site's clusters."""
     commands.answer("squeue", CLUSTERS)
-    pending, running = slurm.State("PENDING", "Priority"), slurm.State("RUNNING", "None")
+    pending, running = slurm.JobState("PENDING", "Priority"), slurm.JobState("RUNNING", "None")
     east = {"7;east": pending, "7_0;east": pending}
     assert slurm.read_queue(["", "east"]).jobs == {"7": running, **east}
     assert slurm.read_queue(["east"], ["east"]).jobs == {"7": pending, "7_0": pending, **east}
@@ -233,7 +234,7 @@ def test_a_lost_answer_of_sbatch_leaves_in_doubt_whether_it_took_the_job(
         commands, tmp_path, body, doubt):
     commands.answer("sbatch", body)
     with pytest.raises(slurm.SlurmError) as caught:
-        slurm.submit(tmp_path / "x.sh", limit=0.5 if "sleep" in body else 60)
+        slurm.submit_script(tmp_path / "x.sh", limit=0.5 if "sleep" in body else 60)
     assert str(caught.value).endswith("; look with squeue whether it has taken x.sh, and cancel "
                                       "it") == doubt
 

@@ -18,7 +18,7 @@ from bench.experiments.dump.places import LOSS
 from bench.experiments.dump.tensor_files import number_type
 from bench.reports.formats import format_text
 from mm3d.console import say
-from mm3d.schemes import SCHEMES
+from mm3d.schemes import REGISTERED
 from planted import judge_faults, make_shop
 from planted_faults import FAULTS
 from reference import fits
@@ -44,7 +44,7 @@ def table_of_differences(comm: Any) -> Table:
         start = replace(shop.start, model=replace(shop.start.model, master=master))
         exact = compute_alone(start)
         spread = measure_reference(start, comm).spread
-        for scheme in (name for name in SCHEMES if fits(name, comm.size)):
+        for scheme in (name for name in REGISTERED if fits(name, comm.size)):
             found = compute_step(start, Way(dtype, master, 1, 99, scheme), comm)
             worst, over = dict.fromkeys(KINDS, 0.0), 0.0
             for place, a in found.items():

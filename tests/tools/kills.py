@@ -14,7 +14,7 @@ from collections import Counter
 from pathlib import Path
 
 from bench.records import run_file
-from bench.records.journal import NAME, read_entries
+from bench.records.journal import JOURNAL, read_entries
 from support import ROOT, clean_environment
 
 ROWS = ("--preset", "tiny", "--scheme", "1d-sp", "--ranks", "1,2,3", "--repetitions", "2",
@@ -34,7 +34,7 @@ def killed(folder: Path, seconds: float, begun: bool, *options: str) -> bool:
 
     They count from its start, or from the moment that the journal tells that it has `begun`.
     """
-    journal = folder / NAME
+    journal = folder / JOURNAL
     before = journal.stat().st_size if journal.exists() else 0
     process = started(folder, *options)
     while begun and process.poll() is None and (
@@ -51,7 +51,7 @@ def killed(folder: Path, seconds: float, begun: bool, *options: str) -> bool:
 
 def journal_of(folder: Path) -> list[dict]:
     """The entries of a journal that are whole."""
-    return read_entries(folder / NAME)
+    return read_entries(folder / JOURNAL)
 
 
 def check(folder: Path, seen: dict[str, str]) -> None:

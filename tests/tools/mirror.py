@@ -10,7 +10,7 @@ from typing import Iterator
 import numpy as np
 
 import mm3d
-from mm3d.tracing.events import Gemm, Layer, Observer
+from mm3d.tracing.events import Gemm, LayerEvent, Observer
 from mm3d.tracing.observe import observed
 from mm3d.transport.mpi import MpiTransport
 from mm3d.transport.communicators import DryCommunicator
@@ -101,7 +101,7 @@ class InFlight(Observer):
         self.found: list[tuple[str, list[str]]] = []
 
     def enter(self, event, barrier=None) -> None:
-        self.layers.append(event.part if isinstance(event, Layer) else self.layers[-1])
+        self.layers.append(event.part if isinstance(event, LayerEvent) else self.layers[-1])
         if isinstance(event, Gemm) and event.batch == 1:
             self.found.append((self.layers[-1], sorted(one.name for one in self.in_flight)))
 

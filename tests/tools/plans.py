@@ -9,7 +9,7 @@ from bench.prediction.machine_model import load_machine
 from bench.prediction.model_file import ModelFile
 from bench.prediction.training_plans import search
 from bench.prediction.training_plans.choices import Choice, Training
-from bench.prediction.training_plans.layer_work import (Layer, LayerWork, screen_layer,
+from bench.prediction.training_plans.layer_work import (LayerWork, PlannedLayer, screen_layer,
                                                         screened_work, trace_layer, traced_work)
 from bench.prediction.training_plans.screening import UNSURE_SCREENED, UNSURE_TRACED
 
@@ -51,7 +51,7 @@ def check_best(asked: search.Search) -> tuple[list, list]:
     for plan in fitting:
         best[plan.choice.family] = min(plan.seconds, best.get(plan.choice.family, plan.seconds))
         for work, unsure in ((asked.screened, UNSURE_SCREENED), (asked.traced, UNSURE_TRACED)):
-            bound = asked.estimator.bound(plan.choice, work(Layer.of(plan.choice)), unsure)
+            bound = asked.estimator.bound(plan.choice, work(PlannedLayer.of(plan.choice)), unsure)
             assert bound <= plan.seconds, (plan.choice, unsure)
     assert {family: plan.seconds for family, plan in found.families.items()} == best
     assert [*found.families] == sorted(best, key=best.__getitem__)
@@ -61,7 +61,7 @@ def check_best(asked: search.Search) -> tuple[list, list]:
     return every, fitting
 
 
-def works_of(asked: Training, layer: Layer, error: float,
+def works_of(asked: Training, layer: PlannedLayer, error: float,
              traces: tuple = ()) -> tuple[LayerWork, LayerWork]:
     """The work of a layer by closed forms and by its dry run, whose seconds are this near."""
     near = screened_work(layer, screen_layer(asked, layer.anywhere),

@@ -14,7 +14,7 @@ import numpy as np
 
 from bench.experiments.dump.causes import explain
 from bench.experiments.dump.computation import Start, Tensors
-from bench.experiments.dump.dumps import Dump, read_dump
+from bench.experiments.dump.dumps import StepDump, read_dump
 from bench.experiments.dump.envelopes import Reference, measure_reference
 from bench.experiments.dump.places import FILES, LOSS, NORM, SCALARS, mask_names
 from bench.experiments.dump.tensor_files import number_type
@@ -104,7 +104,7 @@ def _is_scale(name: str) -> bool:
     return name.endswith("weight") and ("ln_" in name or "norm" in name)
 
 
-def dump_of(shop: Workshop, tensors: Tensors, folder: Path) -> Dump:
+def dump_of(shop: Workshop, tensors: Tensors, folder: Path) -> StepDump:
     """Write tensors as a dump, and read it."""
     masks = {place.name: a for place, a in tensors.items() if place.kind == "mask"}
     start = replace(shop.start, masks=masks or shop.start.masks)

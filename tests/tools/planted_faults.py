@@ -10,7 +10,7 @@ from typing import Any, Callable
 import numpy as np
 
 from bench.experiments.dump.computation import Tensors, Way, compute_step, compute_update
-from bench.experiments.dump.places import LOSS, NORM, Place, border_names
+from bench.experiments.dump.places import LOSS, NORM, TensorId, border_names
 from bench.experiments.dump.tensor_files import number_type
 from mm3d.model.layers import Linear
 from mm3d.model.rotary import Rotary
@@ -25,7 +25,7 @@ def tied_parts(shop: Workshop, embedding: float, head: float) -> Tensors:
     gpts: list[Any] = []
     whole = compute_step(shop.start, Way("float64"), shop.comm, gpts.append)
     own = np.float64(gpts[0].chains[-1].output.head.weight.grad)
-    total = whole[Place("gradient", TABLE)]
+    total = whole[TensorId("gradient", TABLE)]
     return shop.with_gradient(TABLE, embedding * (total - own) + head * own)
 
 
@@ -34,7 +34,7 @@ def loss_over_all(shop: Workshop) -> Tensors:
     targets = shop.start.targets
     factor = (targets != shop.start.model.ignored).sum() / targets.size
     tensors = shop.with_gradients(float(factor))
-    return tensors | {Place(LOSS): tensors[Place(LOSS)] * factor}
+    return tensors | {TensorId(LOSS): tensors[TensorId(LOSS)] * factor}
 
 
 def mean_of_means(shop: Workshop, loss: bool) -> Tensors:
@@ -44,7 +44,7 @@ def mean_of_means(shop: Workshop, loss: bool) -> Tensors:
     mean = {place: (halves[0][place] + halves[1][place]) / 2 for place in halves[0]}
     right = shop.step()
     if not loss:
-        mean[Place(LOSS)] = right[Place(LOSS)]
+        mean[TensorId(LOSS)] = right[TensorId(LOSS)]
     forward = {place: a for place, a in right.items() if place.kind == "activation"}
     return shop.finish({place: a for place, a in mean.items()
                         if place.kind in (LOSS, "gradient")} | forward)
@@ -60,7 +60,8 @@ def shifted_again(shop: Workshop) -> Tensors:
 def loss_of_one(shop: Workshop) -> Tensors:
     """Report the loss of the first replica alone."""
     middle = len(shop.start.tokens) // 2
-    return shop.with_loss(lambda loss: shop.step(shop.without(slice(middle, None)))[Place(LOSS)])
+    rest = slice(middle, None)
+    return shop.with_loss(lambda loss: shop.step(shop.without(rest))[TensorId(LOSS)])
 
 
 def lost_microbatch(shop: Workshop) -> Tensors:
@@ -94,7 +95,7 @@ def clip_per_stage(shop: Workshop) -> Tensors:
 def stale(shop: Workshop, name: str, columns: bool) -> Tensors:
     """Leave a weight, or the second half of its columns, as it was before the step."""
     tensors = shop.finish(shop.step())
-    place, before = Place("weight after", name), np.float64(shop.start.weights[name])
+    place, before = TensorId("weight after", name), np.float64(shop.start.weights[name])
     first = before.shape[-1] // 2 if columns else 0
     tensors[place] = np.array(tensors[place])
     tensors[place][..., first:] = before[..., first:]
@@ -214,7 +215,7 @@ def equal_masks(shop: Workshop) -> Tensors:
     middle = len(shop.start.tokens) // 2
     masks = {name: np.concatenate([a[:middle]] * 2) for name, a in shop.start.masks.items()}
     tensors = shop.finish(shop.step(replace(shop.start, masks=masks)))
-    return tensors | {Place("mask", name): a for name, a in masks.items()}
+    return tensors | {TensorId("mask", name): a for name, a in masks.items()}
 
 
 @dataclass(frozen=True)
@@ -227,7 +228,7 @@ class Fault:
         What is wrong.
     plant : callable
         Returns the tensors of a step with it.
-    place : Place
+    place : TensorId
         The first wrong tensor.
     cause : str
         A part of the cause that has to be named; "" where none is known.
@@ -240,18 +241,18 @@ class Fault:
 
     what: str
     plant: Callable[[Workshop], Tensors]
-    place: Place
+    place: TensorId
     cause: str
     start: str = "plain"
     report: str = ""
 
 
-def _gradient(name: str) -> Place:
+def _gradient(name: str) -> TensorId:
     """Return the place of a gradient in the layer that faults are planted in."""
-    return Place("gradient", f"{LAYER}.{name}")
+    return TensorId("gradient", f"{LAYER}.{name}")
 
 
-FIRST, LAST = border_names("gpt2", 2)[0], Place("gradient", "transformer.ln_f.bias")
+FIRST, LAST = border_names("gpt2", 2)[0], TensorId("gradient", "transformer.ln_f.bias")
 FAULTS = [
     Fault("bias's gradient not averaged over 2 replicas", lambda shop: shop.half(
         f"{LAYER}.mlp.c_fc.bias", 0, 2.0), _gradient("mlp.c_fc.bias"), "2, 0 times"),
@@ -266,67 +267,69 @@ FAULTS = [
         f"{LAYER}.mlp.c_fc.weight", no_last_quarter), _gradient("mlp.c_fc.weight"),
         "block 3 of 4"),
     Fault("head's gradient of the tied table lost", lambda shop: tied_parts(shop, 1, 0),
-          Place("gradient", TABLE), "0 times the head's"),
+          TensorId("gradient", TABLE), "0 times the head's"),
     Fault("embedding's gradient of the tied table doubled", lambda shop: tied_parts(shop, 2, 1),
-          Place("gradient", TABLE), "2 times the embedding's"),
+          TensorId("gradient", TABLE), "2 times the embedding's"),
     Fault("gradients divided by 2 replicas twice", lambda shop: shop.with_gradients(0.5),
-          Place("activation gradient", "lm_head"), "1/2 times"),
+          TensorId("activation gradient", "lm_head"), "1/2 times"),
     Fault("gradients summed over 4 replicas", lambda shop: shop.with_gradients(4.0),
-          Place("activation gradient", "lm_head"), "4 times"),
-    Fault("targets shifted twice", shifted_again, Place(LOSS), "of targets one position later"),
-    Fault("loss divided by all targets, with ignored ones", loss_over_all, Place(LOSS),
+          TensorId("activation gradient", "lm_head"), "4 times"),
+    Fault("targets shifted twice", shifted_again, TensorId(LOSS), "of targets one position later"),
+    Fault("loss divided by all targets, with ignored ones", loss_over_all, TensorId(LOSS),
           "divided by all 128 targets"),
-    Fault("loss: mean of 2 replicas' means", lambda shop: mean_of_means(shop, True), Place(LOSS),
+    Fault("loss: mean of 2 replicas' means", lambda shop: mean_of_means(shop, True),
+          TensorId(LOSS),
           "mean over 2 ranks of their means"),
     Fault("gradients: mean of 2 replicas' means", lambda shop: mean_of_means(shop, False), LAST,
           "mean over 2 ranks of their means"),
-    Fault("loss of one replica reported", loss_of_one, Place(LOSS), "rank 0 of 2 alone"),
+    Fault("loss of one replica reported", loss_of_one, TensorId(LOSS), "rank 0 of 2 alone"),
     Fault("first micro-batch's gradients overwritten", lost_microbatch, LAST, "0, 1 times"),
     Fault("gradients summed in bfloat16", lambda shop: shop.change_gradients("", narrowed), LAST,
           "bfloat16"),
     Fault("norms' squares counted on 2 ranks", lambda shop: shop.with_norm(
-        lambda name: 1 + ("ln_" in name)), Place(NORM), "norms count 2 times"),
-    Fault("norm of one stage of 2", lambda shop: shop.with_norm(of_first_stage), Place(NORM),
+        lambda name: 1 + ("ln_" in name)), TensorId(NORM), "norms count 2 times"),
+    Fault("norm of one stage of 2", lambda shop: shop.with_norm(of_first_stage), TensorId(NORM),
           "a part alone"),
-    Fault("clipped by each stage's own norm", clip_per_stage, Place("weight after", TABLE),
+    Fault("clipped by each stage's own norm", clip_per_stage, TensorId("weight after", TABLE),
           "another norm in clipping", "sgd"),
     Fault("one shard of 2 stale after the step", lambda shop: stale(
-        shop, f"{LAYER}.mlp.c_fc.weight", True), Place("weight after", f"{LAYER}.mlp.c_fc.weight"),
-        "block 1 of 2"),
+        shop, f"{LAYER}.mlp.c_fc.weight", True),
+        TensorId("weight after", f"{LAYER}.mlp.c_fc.weight"), "block 1 of 2"),
     Fault("tied copy stale after the step", lambda shop: stale(shop, TABLE, False),
-          Place("weight after", TABLE), "did not change"),
+          TensorId("weight after", TABLE), "did not change"),
     Fault("not clipped", lambda shop: shop.finish(shop.step(), clip=None),
-          Place("weight after", TABLE), "another norm in clipping", "sgd"),
+          TensorId("weight after", TABLE), "another norm in clipping", "sgd"),
     Fault("no decay of weights", lambda shop: shop.finish(shop.step(), weight_decay=0.0),
-          Place("weight after", TABLE), "decays", "plain"),
+          TensorId("weight after", TABLE), "decays", "plain"),
     Fault("no causal mask", lambda shop: in_attention(shop, unmasked),
-          Place("activation", LAYER), "but the last"),
+          TensorId("activation", LAYER), "but the last"),
     Fault("positions of the second shard begin at 0", positions_again,
-          Place("activation", FIRST), "positions"),
+          TensorId("activation", FIRST), "positions"),
     Fault("row-parallel bias added on both ranks", lambda shop: shop.with_weight(
-        f"{LAYER}.mlp.c_proj.bias", lambda a: 2 * a), Place("activation", LAYER),
+        f"{LAYER}.mlp.c_proj.bias", lambda a: 2 * a), TensorId("activation", LAYER),
           "bias is added 2 times"),
     Fault("row-parallel product not summed over 2 ranks", lambda shop: shop.with_weight(
-        f"{LAYER}.mlp.c_proj.weight", half_rows), Place("activation", LAYER),
+        f"{LAYER}.mlp.c_proj.weight", half_rows), TensorId("activation", LAYER),
           "shard 0 of 2 alone"),
-    Fault("heads of queries on the wrong rank", swapped_heads, Place("activation", LAYER),
+    Fault("heads of queries on the wrong rank", swapped_heads, TensorId("activation", LAYER),
           "but the first"),
-    Fault("second replica computes with a stale bias", stale_replica, Place("activation", LAYER),
+    Fault("second replica computes with a stale bias", stale_replica,
+          TensorId("activation", LAYER),
           "sequences"),
     Fault("gradient of a column-parallel input not summed", partial_input_gradient,
           _gradient("ln_2.bias"), "column-parallel"),
-    Fault("epsilon 1e-3 and not 1e-5", other_epsilon, Place("activation", "transformer.h.0"),
+    Fault("epsilon 1e-3 and not 1e-5", other_epsilon, TensorId("activation", "transformer.h.0"),
           "epsilon is 0.001"),
     Fault("GELU by erf and not by tanh", lambda shop: shop.finish(shop.step(
         replace(shop.start, erf=True))),
-          Place("activation", "transformer.h.0"), "error function"),
-    Fault("masks of dropout the same on 2 replicas", equal_masks, Place("mask", FIRST),
+          TensorId("activation", "transformer.h.0"), "error function"),
+    Fault("masks of dropout the same on 2 replicas", equal_masks, TensorId("mask", FIRST),
           "same seed", "dropout"),
     Fault("rotary positions of the second shard begin at 0", rotated_again,
-          Place("activation", "model.layers.0"), "block 1 of 2", "llama"),
+          TensorId("activation", "model.layers.0"), "block 1 of 2", "llama"),
     Fault("gate and other product of SwiGLU exchanged", swapped_gates,
-          Place("activation", "model.layers.1"), "", "llama"),
+          TensorId("activation", "model.layers.1"), "", "llama"),
     Fault("experts' gradients divided by replicas", lambda shop: shop.change_gradients(
-        ".experts.", lambda a: a / 2), Place(
+        ".experts.", lambda a: a / 2), TensorId(
             "gradient", "model.layers.1.block_sparse_moe.experts.3.w2.weight"), "1/2 times",
         "mixtral")]

@@ -6,7 +6,7 @@ from typing import Any, Callable
 import numpy as np
 
 from bench.experiments.dump.computation import Tensors, Way, compute_step
-from bench.experiments.dump.places import LOSS, NORM, Place
+from bench.experiments.dump.places import LOSS, NORM, TensorId
 from planted_faults import (LAST, LAYER, TABLE, Fault, in_attention, lost_microbatch,
                             narrowed)
 from workshop import Workshop
@@ -77,7 +77,7 @@ def table_by_parts(shop: Workshop) -> Tensors:
         found = compute_step(start, Way("float64"), shop.comm, gpts.append)
         share = np.sum(start.targets != -100) / np.sum(shop.start.targets != -100)
         head = np.float64(gpts[0].chains[-1].output.head.weight.grad) * share
-        parts.append((found[Place("gradient", TABLE)] * share - head, head))
+        parts.append((found[TensorId("gradient", TABLE)] * share - head, head))
     (first, head), (second, other) = parts
     a, rows = first + second + 2 * other, len(first) // 2
     a[:rows] = (2 * first + head + other)[:rows]
@@ -141,9 +141,9 @@ def other_masks_again(shop: Workshop) -> Tensors:
     return shop.finish(shop.step(look=look))
 
 
-def _llama(name: str) -> Place:
+def _llama(name: str) -> TensorId:
     """Return the place of a gradient in the last layer of a Llama."""
-    return Place("gradient", f"{LLAMA}.{name}.weight")
+    return TensorId("gradient", f"{LLAMA}.{name}.weight")
 
 
 REPORTED = [
@@ -154,37 +154,39 @@ REPORTED = [
         shop, positions_alone), _llama("self_attn.v_proj"), "", "llama",
         "NVIDIA/Megatron-LM#1464"),
     Fault("gradient of the head's input not summed", half_of_head,
-          Place("activation gradient", "transformer.ln_f"), "", "plain", "NovaSky-AI/SkyRL#1886"),
+          TensorId("activation gradient", "transformer.ln_f"), "",
+          "plain", "NovaSky-AI/SkyRL#1886"),
     Fault("norm without the other rank's experts", lambda shop: shop.with_norm(
-        lambda name: ".experts.2." not in name and ".experts.3." not in name), Place(NORM), "",
+        lambda name: ".experts.2." not in name and ".experts.3." not in name), TensorId(NORM), "",
         "mixtral", "hpcaitech/ColossalAI#2192"),
     Fault("experts' gradients doubled", lambda shop: shop.change_gradients(
         ".experts.", lambda a: 2 * a),
-        Place("gradient", f"{EXPERTS}.experts.3.w2.weight"), "2 times", "mixtral",
+        TensorId("gradient", f"{EXPERTS}.experts.3.w2.weight"), "2 times", "mixtral",
         "pytorch/pytorch#160285"),
     Fault("micro-batches lost on the second stage", stage_forgets, LAST, "0, 1 times", "plain",
           "NVIDIA-NeMo/Automodel#3530"),
-    Fault("tied table summed after it was scattered", table_by_parts, Place("gradient", TABLE),
+    Fault("tied table summed after it was scattered", table_by_parts, TensorId("gradient", TABLE),
           "", "plain", "NVIDIA/Megatron-LM#844"),
-    Fault("weights kept in bfloat16", narrow_weights, Place("weight after", TABLE), "bfloat16",
+    Fault("weights kept in bfloat16", narrow_weights, TensorId("weight after", TABLE), "bfloat16",
           "plain", "NVIDIA/Megatron-LM#1359"),
-    Fault("step of two thirds", smaller_step, Place("weight after", TABLE), "its change is",
+    Fault("step of two thirds", smaller_step, TensorId("weight after", TABLE), "its change is",
           "plain", "NVIDIA/Megatron-LM#5974"),
     Fault("gradient of the routers' loss lost", unbalanced,
-          Place("gradient", f"{EXPERTS}.gate.weight"), "", "balanced",
+          TensorId("gradient", f"{EXPERTS}.gate.weight"), "", "balanced",
           "NVIDIA-NeMo/Automodel#1408"),
-    Fault("RMSNorm of each shard of the features", norm_of_shards, Place("activation", LLAMA),
+    Fault("RMSNorm of each shard of the features", norm_of_shards, TensorId("activation", LLAMA),
           "", "llama", "axonn-ai/yalis#36"),
     Fault("recomputed with another mask", other_masks_again,
-          Place("gradient", f"{LAYER}.mlp.c_proj.bias"), "", "dropout", "allenai/OLMo-core#828"),
+          TensorId("gradient", f"{LAYER}.mlp.c_proj.bias"), "", "dropout",
+          "allenai/OLMo-core#828"),
     Fault("router's gradient of one shard of the sequence", lambda shop: shop.half(
-        f"{EXPERTS}.gate.weight", 1), Place("gradient", f"{EXPERTS}.gate.weight"),
+        f"{EXPERTS}.gate.weight", 1), TensorId("gradient", f"{EXPERTS}.gate.weight"),
         "parts of the positions", "mixtral", "pytorch/torchtitan#2387"),
     Fault("loss of gathered logits as of a part", lambda shop: shop.with_loss(
-        lambda loss: loss + np.log(2)), Place(LOSS), "logarithm", "plain",
+        lambda loss: loss + np.log(2)), TensorId(LOSS), "logarithm", "plain",
         "NVIDIA/Megatron-LM#7452"),
     Fault("norms and biases decay, too", lambda shop: shop.finish(shop.step(), decayed="all"),
-          Place("weight after", "transformer.h.0.ln_1.weight"), "decays", "matrices",
+          TensorId("weight after", "transformer.h.0.ln_1.weight"), "decays", "matrices",
           "verl-project/verl#5070"),
     Fault("loss divided by ranks of the sequence", lambda shop: shop.with_loss(
-        lambda loss: loss / 2), Place(LOSS), "1/2 times", "plain", "ByteDance-Seed/VeOmni#338")]
+        lambda loss: loss / 2), TensorId(LOSS), "1/2 times", "plain", "ByteDance-Seed/VeOmni#338")]

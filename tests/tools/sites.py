@@ -6,7 +6,7 @@ import tomli_w
 from bench.cases.case import make_case
 from bench.cases.selection import select_rows
 from jobs import site
-from jobs.scripts import Work
+from jobs.scripts import JobSettings
 
 ROWS = {row.gpus: make_case(row, "tiny") for row in select_rows("weak", "3d")}
 ROW = ROWS[8]
@@ -25,10 +25,10 @@ def site_file(folder, **tables) -> str:
     return str(path)
 
 
-def work_at(folder, **tables) -> Work:
+def work_at(folder, **tables) -> JobSettings:
     """The work of a site with these tables."""
     name = site_file(folder, **tables)
-    return Work(site.load_site(name), name, folder / "out")
+    return JobSettings(site.load_site(name), name, folder / "out")
 
 
 def command_of(folder, verb: str, *more: str, **tables) -> list[str]:

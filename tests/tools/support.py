@@ -10,7 +10,7 @@ from typing import Callable
 
 import pytest
 
-from bench.instruments.leftover_memory import FOLDER, abandoned_segments, remove_segments
+from bench.instruments.leftover_memory import SEGMENT_FOLDER, abandoned_segments, remove_segments
 from mm3d import launcher
 
 ROOT = Path(__file__).parents[2]
@@ -85,7 +85,7 @@ def run_command(command: list[str], timeout: float = 0.8 * LIMIT,
                                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                                stderr=subprocess.PIPE, start_new_session=True)
     _running.add(process)
-    others, late = {*FOLDER.glob("mpich_sh*")}, ""
+    others, late = {*SEGMENT_FOLDER.glob("mpich_sh*")}, ""
     try:
         out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:

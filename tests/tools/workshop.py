@@ -8,7 +8,7 @@ import numpy as np
 from bench.experiments.dump.causes import gradient_terms
 from bench.experiments.dump.computation import (Start, Tensors, Way, compute_step, compute_update)
 from bench.experiments.dump.envelopes import measure_norm
-from bench.experiments.dump.places import LOSS, NORM, Place
+from bench.experiments.dump.places import LOSS, NORM, TensorId
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Workshop:
     def finish(self, tensors: Tensors, **optimizer: Any) -> Tensors:
         """Add the norm and the weights after a step, as they follow from the gradients."""
         gradients = self.gradients(tensors)
-        tensors[Place(NORM)] = measure_norm(gradients)[0]
+        tensors[TensorId(NORM)] = measure_norm(gradients)[0]
         return tensors | compute_update(self.start, self.way, self.comm, {
             **self.optimizer, **optimizer}, gradients)
 
@@ -65,12 +65,12 @@ class Workshop:
     def with_loss(self, change: Callable[[np.ndarray], Any]) -> Tensors:
         """Return a right step that reports another loss."""
         tensors = self.finish(self.step())
-        return tensors | {Place(LOSS): change(tensors[Place(LOSS)])}
+        return tensors | {TensorId(LOSS): change(tensors[TensorId(LOSS)])}
 
     def with_norm(self, count: Callable[[str], int]) -> Tensors:
         """Return a right step whose norm counts the gradients of each weight so many times."""
         tensors = self.finish(self.step())
-        return tensors | {Place(NORM): np.sqrt(sum(
+        return tensors | {TensorId(NORM): np.sqrt(sum(
             count(name) * (np.float64(a) ** 2).sum()
             for name, a in self.gradients(tensors).items()))}
 

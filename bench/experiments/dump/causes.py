@@ -13,7 +13,7 @@ import numpy as np
 
 from bench.experiments.dump import patterns
 from bench.experiments.dump.computation import Start, compute_alone, to_tensors, wide
-from bench.experiments.dump.dumps import Dump
+from bench.experiments.dump.dumps import StepDump
 from bench.experiments.dump.losses import loss_causes, norm_causes
 from bench.experiments.dump.places import LOSS, NORM, tensor_names
 from bench.experiments.dump.updates import update_causes
@@ -28,7 +28,7 @@ EPSILONS = (1e-12, 1e-8, 1e-6, 1e-5, 1e-3)
 ROW_PARALLEL = ("attn.c_proj", "mlp.c_proj", "self_attn.o_proj", "mlp.down_proj")
 
 
-def explain(dump: Dump, verdict: Verdict) -> str:
+def explain(dump: StepDump, verdict: Verdict) -> str:
     """Return what explains the first tensor outside the envelope of a dump."""
     dump, verdict = _of_first(dump, verdict)
     one = verdict.first
@@ -48,7 +48,7 @@ def explain(dump: Dump, verdict: Verdict) -> str:
     return "; or ".join(told) or where or "no pattern that is known here"
 
 
-def _of_first(dump: Dump, verdict: Verdict) -> tuple[Dump, Verdict]:
+def _of_first(dump: StepDump, verdict: Verdict) -> tuple[StepDump, Verdict]:
     """Return them with the first wrong tensor in its place, if it is a copy, and no others."""
     assert verdict.first is not None
     wrong = verdict.first.place
@@ -70,7 +70,7 @@ def _where(a: np.ndarray, exact: np.ndarray, one: Judged) -> str | None:
         "position")
 
 
-def _gradient(dump: Dump, verdict: Verdict, one: Judged) -> Iterator[str]:
+def _gradient(dump: StepDump, verdict: Verdict, one: Judged) -> Iterator[str]:
     """Yield what explains a gradient."""
     a, exact = np.float64(dump.tensors[one.place]), verdict.exact[one.place]
     if not a.any():
@@ -107,7 +107,7 @@ def _gradient(dump: Dump, verdict: Verdict, one: Judged) -> Iterator[str]:
                f"earlier step, of another batch or loss, or decay")
 
 
-def _another(dump: Dump, verdict: Verdict, one: Judged) -> Iterator[str]:
+def _another(dump: StepDump, verdict: Verdict, one: Judged) -> Iterator[str]:
     """Yield which other tensor a gradient is, or in which order its elements are."""
     a, exact, name = np.float64(dump.tensors[one.place]), verdict.exact[one.place], one.place.name
     if moved := patterns.moved_blocks(a, exact, one.left):
@@ -128,13 +128,13 @@ def _another(dump: Dump, verdict: Verdict, one: Judged) -> Iterator[str]:
             yield "rows are divided by the number of their tokens: scale_grad_by_freq"
 
 
-def _factor(dump: Dump, verdict: Verdict, one: Judged) -> float | None:
+def _factor(dump: StepDump, verdict: Verdict, one: Judged) -> float | None:
     """Return the factor of a tensor, if it has one."""
     return patterns.factor_of(np.float64(dump.tensors[one.place]), verdict.exact[one.place],
                               one.left)
 
 
-def _said_of(dump: Dump, c: float) -> str:
+def _said_of(dump: StepDump, c: float) -> str:
     """Return what usually makes a factor."""
     counted = int((dump.targets != dump.model.ignored).sum())
     if counted < dump.targets.size and np.isclose(c, counted / dump.targets.size, rtol=2e-3):
@@ -143,7 +143,7 @@ def _said_of(dump: Dump, c: float) -> str:
         return "lost"
     if c < 0:
         return "its sign is wrong"
-    if c > max(patterns.COUNTS):
+    if c > max(patterns.RANK_COUNTS):
         return "the scale of a loss, which was not taken away again"
     if min(abs(many - round(many)) for many in (c, 1 / c)) > 0.01 * max(c, 1 / c):
         return "scaled, by a factor of clipping before the dump, or by another count"
@@ -155,7 +155,7 @@ def _said_of(dump: Dump, c: float) -> str:
     return "scaled, by another count"
 
 
-def _tied(dump: Dump, verdict: Verdict, one: Judged) -> Iterator[str]:
+def _tied(dump: StepDump, verdict: Verdict, one: Judged) -> Iterator[str]:
     """Yield how the two gradients of a tied table are in the dump's."""
     gpts: list[Any] = []
     exact = compute_alone(verdict.start, gpts.append)[one.place]
@@ -169,7 +169,7 @@ def _tied(dump: Dump, verdict: Verdict, one: Judged) -> Iterator[str]:
                f"the head's: one of them is {kind}")
 
 
-def _parts(dump: Dump, verdict: Verdict, one: Judged, dim: int) -> Iterator[str]:
+def _parts(dump: StepDump, verdict: Verdict, one: Judged, dim: int) -> Iterator[str]:
     """Yield which parts of the sum over sequences or positions are in a gradient, how often."""
     a, what = np.float64(dump.tensors[one.place]), ("sequences", "positions")[dim]
     said = dump.ranks.get("data" if dim == 0 else "sequence") or dump.ranks.get("tensor")
@@ -234,7 +234,7 @@ def _remembering(layer: Any, back: Callable, calls: list) -> Callable:
     return backward
 
 
-def _missing_input_sum(dump: Dump, verdict: Verdict, one: Judged) -> Iterator[str]:
+def _missing_input_sum(dump: StepDump, verdict: Verdict, one: Judged) -> Iterator[str]:
     """Yield whether a norm's gradient has a part of the product after it alone."""
     a, found = np.float64(dump.tensors[one.place]), []
     names = tensor_names(dump.family, dump.model)
@@ -268,7 +268,7 @@ def _shard_alone(linear: Linear, n: int, shard: int) -> Callable:
     return backward
 
 
-def _row_parallel(dump: Dump, verdict: Verdict, one: Judged) -> Iterator[str]:
+def _row_parallel(dump: StepDump, verdict: Verdict, one: Judged) -> Iterator[str]:
     """Yield what of a row-parallel layer explains an activation: its bias, or its sum."""
     a, start = np.float64(dump.tensors[one.place]), verdict.start
 
@@ -294,7 +294,7 @@ def _row_parallel(dump: Dump, verdict: Verdict, one: Judged) -> Iterator[str]:
                            f"the ranks of a row-parallel layer is missing")
 
 
-def _activation(dump: Dump, verdict: Verdict, one: Judged) -> Iterator[str]:
+def _activation(dump: StepDump, verdict: Verdict, one: Judged) -> Iterator[str]:
     """Yield which other setting, or which place, explains an activation."""
     a, exact = np.float64(dump.tensors[one.place]), verdict.exact[one.place]
     c = _factor(dump, verdict, one)
@@ -342,7 +342,7 @@ def _seen(a: np.ndarray, exact: np.ndarray, one: Judged) -> str | None:
     return None
 
 
-def _passed_back(dump: Dump, verdict: Verdict, one: Judged) -> Iterator[str]:
+def _passed_back(dump: StepDump, verdict: Verdict, one: Judged) -> Iterator[str]:
     """Yield what explains the gradient of a module's output."""
     c = _factor(dump, verdict, one)
     if c is not None:

@@ -8,7 +8,7 @@ import numpy as np
 from mpi4py import MPI
 from scipy.special import ndtr
 
-from bench.experiments.dump.places import (LOSS, NORM, Place, border_names, mask_names,
+from bench.experiments.dump.places import (LOSS, NORM, TensorId, border_names, mask_names,
                                            tensor_names)
 from bench.experiments.dump.reordering import Reordering
 from bench.experiments.dump.roundings import straightforward_attention
@@ -22,7 +22,7 @@ from mm3d.pretrained.shapes import parameter_shapes
 from mm3d.training.gpt import GPT
 from mm3d.training.optimizers import SGD, AdamW, decays
 
-Tensors = dict[Place, np.ndarray]
+Tensors = dict[TensorId, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def compute_step(start: Start, way: Way, comm: Any,
 
     Returns
     -------
-    dict of Place to ndarray
+    dict of TensorId to ndarray
         All tensors up to the gradients' norm, global, in float64 and in the dump's order.
     """
     order = Reordering.draw(start.model, way.seed)
@@ -100,15 +100,15 @@ def compute_step(start: Start, way: Way, comm: Any,
             look(gpt)
         found = _Found(gpt, start, order.back())
         loss = gpt.step(order.sequences(start.tokens), order.sequences(start.targets))
-        found.tensors[Place(LOSS)] = np.float64(loss)
+        found.tensors[TensorId(LOSS)] = np.float64(loss)
         back = order.back()
         gradients = {p.name: back.parameter(p.name, p.gather(wide(p.grad)))
                      for p in gpt.trained}
     finally:
         gpt.free()
     named = to_tensors(start.family, gpt.config.model, gradients)
-    found.tensors |= {Place("gradient", name): a for name, a in named.items()}
-    found.tensors[Place(NORM)] = np.sqrt(sum((a * a).sum() for a in named.values()))
+    found.tensors |= {TensorId("gradient", name): a for name, a in named.items()}
+    found.tensors[TensorId(NORM)] = np.sqrt(sum((a * a).sum() for a in named.values()))
     return found.tensors
 
 
@@ -161,7 +161,7 @@ class _Found:
     def __init__(self, gpt: GPT, start: Start, back: Reordering) -> None:
         self.tensors: Tensors = {}
         (chunk,), ends = gpt.chunks, gpt.chains[-1]
-        self._parts: dict[Place, list[np.ndarray]] = {}
+        self._parts: dict[TensorId, list[np.ndarray]] = {}
         self._micros, self._back = gpt.schedule.microbatches, back
         first, *layers, norm, head = border_names(start.family, start.model.layers)
         steps = len(chunk.layers.layers) // len(layers)
@@ -194,20 +194,20 @@ class _Found:
 
         def keep_output(x: Any, *rest: Any) -> Any:
             if first:
-                self._keep(Place("activation", given), whole(x))
+                self._keep(TensorId("activation", given), whole(x))
             results = once(x, *rest)
             if output:
-                self._keep(Place("activation", output), whole(results[0]))
+                self._keep(TensorId("activation", output), whole(results[0]))
             return results
 
         def keep_gradient(dy: Any, *rest: Any) -> Any:
             dx = back(dy, *rest)
             if given:
-                self._keep(Place("activation gradient", given), (inputs or whole)(dx))
+                self._keep(TensorId("activation gradient", given), (inputs or whole)(dx))
             return dx
         layer.forward, layer.backward = keep_output, keep_gradient
 
-    def _keep(self, place: Place, a: np.ndarray) -> None:
+    def _keep(self, place: TensorId, a: np.ndarray) -> None:
         """Keep the part of a micro-batch; all of it when the last one is there."""
         parts = self._parts.setdefault(place, [])
         parts.append(np.array(a, np.float64))
@@ -222,7 +222,7 @@ def _fix_masks(gpt: GPT, masks: Mapping[str, np.ndarray], order: Reordering) -> 
     drops = [gpt.chains[-1].dropout, *(block.dropout for block in gpt.chunks[0].layers.layers)]
     names = mask_names(gpt.config.model.layers)
     for drop in drops:
-        mask = order.output(Place("mask"), np.asarray(masks[names[drop.name]]))
+        mask = order.output(TensorId("mask"), np.asarray(masks[names[drop.name]]))
         drop.scale = 1 / (1 - gpt.config.model.dropout)
 
         def factors(drop: Any = drop, mask: np.ndarray = mask) -> np.ndarray:
@@ -251,15 +251,15 @@ def compute_update(start: Start, way: Way, comm: Any, optimizer: Mapping[str, An
             block = given[p.name].reshape(p.shape)[p.layout.slices(p.grid, p.shape)]
             p.grad[...] = p.grid.backend.asarray(
                 np.ascontiguousarray(block).astype(host_dtype(p.grad)))
-        make_optimizer(gpt, optimizer, start.family).step()
+        make_dumped_optimizer(gpt, optimizer, start.family).step()
         state = {p.name: p.gather(wide(p.master)) for p in gpt.trained}
     finally:
         gpt.free()
     named = to_tensors(start.family, gpt.config.model, state)
-    return {Place("weight after", name): a for name, a in named.items()}
+    return {TensorId("weight after", name): a for name, a in named.items()}
 
 
-def make_optimizer(gpt: GPT, settings: Mapping[str, Any], family: str) -> Any:
+def make_dumped_optimizer(gpt: GPT, settings: Mapping[str, Any], family: str) -> Any:
     """Return the optimizer that settings describe, see `bench.experiments.dump.said.OPTIMIZER`.
 
     As in PyTorch every parameter decays, unless groups say otherwise.

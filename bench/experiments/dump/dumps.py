@@ -10,8 +10,8 @@ from typing import Any, Iterator, Mapping
 import numpy as np
 
 from bench.errors import UsageError
-from bench.experiments.dump.names import WRAPPERS, Rule, arrange, find_rules, translate
-from bench.experiments.dump.places import (FILES, LOSS, NORM, SCALARS, Place, border_names,
+from bench.experiments.dump.names import WRAPPERS, NameRule, arrange, find_rules, translate
+from bench.experiments.dump.places import (FILES, LOSS, NORM, SCALARS, TensorId, border_names,
                                            in_order)
 from bench.experiments.dump.said import COMPUTED, read_about
 from bench.experiments.dump.tensor_files import number_type, read_tensors
@@ -23,7 +23,7 @@ from mm3d.training.batches import check_batch
 
 
 @dataclass(frozen=True)
-class Dump:
+class StepDump:
     """Hold a dump, all of its tensors by the names of Hugging Face.
 
     Attributes
@@ -36,7 +36,7 @@ class Dump:
         The weights before the step.
     tokens, targets : ndarray
         The batch, (batch, seq).
-    tensors : dict of Place to ndarray
+    tensors : dict of TensorId to ndarray
         What is judged, in the order of computation.
     ranks : dict of str to int
         Along what, and among how many ranks, the program divided its work, as it says.
@@ -57,7 +57,7 @@ class Dump:
     weights: dict[str, np.ndarray]
     tokens: np.ndarray
     targets: np.ndarray
-    tensors: dict[Place, np.ndarray]
+    tensors: dict[TensorId, np.ndarray]
     ranks: Mapping[str, int]
     optimizer: Mapping[str, Any] | None
     unseen: tuple[str, ...]
@@ -65,7 +65,7 @@ class Dump:
     absent: frozenset[str] = frozenset()
 
 
-def read_dump(folder: str | Path, names: str = "huggingface") -> Dump:
+def read_dump(folder: str | Path, names: str = "huggingface") -> StepDump:
     """Read a dump.
 
     Parameters
@@ -127,7 +127,7 @@ def read_dump(folder: str | Path, names: str = "huggingface") -> Dump:
     optimizer = about.get("optimizer")
     if optimizer and isinstance(optimizer.get("decayed"), list):
         optimizer = optimizer | {"decayed": _said(read, raw, own, optimizer["decayed"])}
-    found = {Place.of(kind, name): a for kind, file in FILES.items() if (
+    found = {TensorId.of(kind, name): a for kind, file in FILES.items() if (
         folder / f"{file}.safetensors").exists()
         for name, a in read.named(_tensors(folder, file), file).items()}
     found |= _scalars(folder)
@@ -136,10 +136,10 @@ def read_dump(folder: str | Path, names: str = "huggingface") -> Dump:
         raise UsageError(f"{folder}: {unknown[0]!r} is not in this model"
                          f"{f', nor {len(unknown) - 1} more' * (len(unknown) > 1)}: "
                          f"--names would do, with a table of names")
-    return Dump(folder, read.family, model, weights, tokens, targets,
-                {place: found[place] for place in sorted(found, key=lambda one: (
-                    places[one.first], one.rank))}, about.get("ranks", {}),
-                optimizer, tuple(about.get("unseen", ())), erf, frozenset(absent))
+    return StepDump(folder, read.family, model, weights, tokens, targets,
+                    {place: found[place] for place in sorted(found, key=lambda one: (
+                        places[one.first], one.rank))}, about.get("ranks", {}),
+                    optimizer, tuple(about.get("unseen", ())), erf, frozenset(absent))
 
 
 def _said(read: "_Reading", raw: Mapping[str, np.ndarray], file: str, names: Any) -> set[str]:
@@ -152,21 +152,21 @@ def _said(read: "_Reading", raw: Mapping[str, np.ndarray], file: str, names: Any
     return {*read.named({name: raw[name] for name in plain}, file)}
 
 
-def _scalars(folder: Path) -> dict[Place, np.ndarray]:
+def _scalars(folder: Path) -> dict[TensorId, np.ndarray]:
     """Return the loss and the norm of a dump, and copies of them, each of no dimension."""
     found = {}
     tensors = _tensors(folder, SCALARS) if (folder / f"{SCALARS}.safetensors").exists() else {}
-    for place, a in ((Place.of("", name), a) for name, a in tensors.items()):
+    for place, a in ((TensorId.of("", name), a) for name, a in tensors.items()):
         if place.name not in (LOSS, NORM):
             continue
         if a.size != 1 or a.dtype.kind not in "fV":
             raise UsageError(f"{folder}: {place.name} in scalars.safetensors is {a.dtype} of the "
                              f"shape {a.shape}: one number of {', '.join(COMPUTED)} would do")
-        found[Place(place.name, "", place.rank)] = a.reshape(())
+        found[TensorId(place.name, "", place.rank)] = a.reshape(())
     return found
 
 
-def check_same_start(one: Dump, other: Dump) -> None:
+def check_same_start(one: StepDump, other: StepDump) -> None:
     """Raise UsageError unless two dumps begin with the same model, weights and batch."""
     both = f"{one.folder} and {other.folder}"
     models = [replace(each.model, dtype="float32", master=None) for each in (one, other)]
@@ -215,7 +215,7 @@ class _Reading:
 
     folder: Path
     family: str
-    rules: list[Rule]
+    rules: list[NameRule]
     model: Model
     shapes: Mapping[str, tuple[int, ...]]
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from bench.experiments.dump.computation import (Start, Tensors, Way, compute_alone,
                                                 compute_step, compute_update)
-from bench.experiments.dump.places import LOSS, Place
+from bench.experiments.dump.places import LOSS, TensorId
 from bench.experiments.dump.roundings import Program, epsilon, imitate, is_narrow
 from bench.statistics import bounds_of_one_more
 from mm3d.schemes.closed_form import factorizations
@@ -77,20 +77,20 @@ class Reference:
 
     Attributes
     ----------
-    exact : dict of Place to ndarray
+    exact : dict of TensorId to ndarray
         All tensors up to the norm, in float64.
-    spread : dict of Place to Distance
+    spread : dict of TensorId to Distance
         What the distance of a right step exceeds in a share `ALARMS` of dumps.
     """
 
     exact: Tensors
-    spread: dict[Place, Distance]
+    spread: dict[TensorId, Distance]
 
 
-Sample = tuple[Distance, np.ndarray]    # of the error of a tensor in one imitated step
+ErrorSample = tuple[Distance, np.ndarray]    # of the error of a tensor in one imitated step
 
 
-def sample_error(a: np.ndarray, exact: np.ndarray) -> Sample:
+def sample_error(a: np.ndarray, exact: np.ndarray) -> ErrorSample:
     """Return the size of an error, and at most `KEPT` of its elements, the same in all samples."""
     gap = np.ravel(a - exact)
     if gap.size > KEPT:
@@ -117,7 +117,7 @@ def measure_reference(start: Start, comm: Any, program: Program | None = None) -
     every = sorted((one for some in comm.allgather(own) for one in some), key=lambda one: one[0])
     level = ALARMS / (2 * len(exact))
     spread = {place: exceeded([some[place] for _, some in every], level) for place in exact}
-    loss = Place(LOSS)
+    loss = TensorId(LOSS)
     spread[loss] = spread[loss].plus(rounding(exact[loss], program.loss).times(OF_LOSS))
     return Reference(exact, spread)
 
@@ -129,7 +129,7 @@ def exact_way(comm: Any) -> Way:
     return Way("float64", scheme="3d", grid=min(factorizations(comm.size, 3), key=max))
 
 
-def exceeded(samples: list[Sample], level: float) -> Distance:
+def exceeded(samples: list[ErrorSample], level: float) -> Distance:
     """Return the distance that one more error exceeds with a probability, for each number."""
     distances, parts = zip(*samples)
     return Distance(*bounds_of_one_more([one.whole for one in distances],
@@ -143,7 +143,8 @@ def rounding(exact: np.ndarray, dtype: Any) -> Distance:
 
 
 def measure_update(start: Start, comm: Any, optimizer: Mapping[str, Any],
-                   gradients: Mapping[str, np.ndarray]) -> tuple[Tensors, dict[Place, Distance]]:
+                   gradients: Mapping[str, np.ndarray]
+                   ) -> tuple[Tensors, dict[TensorId, Distance]]:
     """Return the weights after a step by given gradients, and what roundings change at most."""
     exact = compute_update(start, exact_way(comm), comm, optimizer, gradients)
     unit = epsilon(start.model.master or start.model.dtype) / 2

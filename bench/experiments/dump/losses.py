@@ -8,18 +8,18 @@ import numpy as np
 
 from bench.experiments.dump import patterns
 from bench.experiments.dump.computation import target_losses
-from bench.experiments.dump.dumps import Dump
-from bench.experiments.dump.places import Place
+from bench.experiments.dump.dumps import StepDump
+from bench.experiments.dump.places import TensorId
 from bench.experiments.dump.verdicts import Judged, Verdict
 
 SMOOTHED = (0.01, 0.02, 0.05, 0.1, 0.2)    # shares of a target that all words have
 
 
-def loss_causes(dump: Dump, verdict: Verdict, one: Judged) -> Iterator[str]:
+def loss_causes(dump: StepDump, verdict: Verdict, one: Judged) -> Iterator[str]:
     """Yield which other mean of the losses of all targets the dump's loss is."""
     loss, exact = float(dump.tensors[one.place]), float(verdict.exact[one.place])
     ignored = dump.targets == dump.model.ignored
-    logits = verdict.exact[Place("activation", "lm_head")]
+    logits = verdict.exact[TensorId("activation", "lm_head")]
     losses = target_losses(logits, dump.targets, dump.model.ignored)
 
     def same(value: float) -> bool:
@@ -39,10 +39,10 @@ def loss_causes(dump: Dump, verdict: Verdict, one: Judged) -> Iterator[str]:
             yield f"a sum of the means of {n} micro-batches or ranks, and not their mean"
         alone += [f"the mean of rank {rank} of {n} alone: it was not averaged over ranks"
                   for rank, mean in enumerate(means) if same(mean)]
-    for n in patterns.COUNTS:
+    for n in patterns.RANK_COUNTS:
         if same(exact * n) or same(exact / n):
             yield f"{'' if same(exact * n) else '1/'}{n} times the right one: a factor of ranks"
-    for n in patterns.COUNTS:
+    for n in patterns.RANK_COUNTS:
         if same(exact + math.log(n)):
             yield (f"the right one and the logarithm of {n}: {n} ranks have all logits, and add "
                    f"their exponentials as if each had a part")
@@ -81,7 +81,7 @@ def loss_causes(dump: Dump, verdict: Verdict, one: Judged) -> Iterator[str]:
                        f"before {', '.join(map(str, cuts))} and the rest")
 
 
-def norm_causes(dump: Dump, verdict: Verdict, one: Judged) -> Iterator[str]:
+def norm_causes(dump: StepDump, verdict: Verdict, one: Judged) -> Iterator[str]:
     """Yield what other number of the gradients the dump's norm is, such as one of a part."""
     norm = float(dump.tensors[one.place])
     own = {place.name: np.float64(a) for place, a in dump.tensors.items()
@@ -112,7 +112,7 @@ def _squares(own: dict[str, np.ndarray], first: str, clip: float) -> Iterator[tu
               "embeddings": [name for name in own if "wte" in name or "wpe" in name
                              or "embed" in name]}
     yield from _counted(squares, groups, (2, 0))
-    for n in patterns.COUNTS:
+    for n in patterns.RANK_COUNTS:
         same = f"squares of {n} ranks that have the same gradients are added"
         yield n * total, f"sqrt({n}) times the right one: {same}"
         yield total / n, f"1/sqrt({n}) times the right one: {same}"
@@ -139,7 +139,7 @@ def _squares(own: dict[str, np.ndarray], first: str, clip: float) -> Iterator[tu
     yield from parts[:2 * len(names)]
     alone = {name: [name] for name in own if name != first}
     yield from _counted(squares, alone, (2, 0))
-    yield from _counted(squares, groups | alone, patterns.COUNTS[1:])
+    yield from _counted(squares, groups | alone, patterns.RANK_COUNTS[1:])
     yield from parts[2 * len(names):]
 
 

@@ -95,7 +95,7 @@ LLAMA_TABLES = {"megatron-core": MEGATRON_LLAMA}
 
 
 @dataclass(frozen=True)
-class Rule:
+class NameRule:
     """State what a pattern of names stands for.
 
     Attributes
@@ -113,7 +113,7 @@ class Rule:
     arranged: tuple[str, ...]
 
 
-def find_rules(names: str, family: str = "gpt2") -> list[Rule]:
+def find_rules(names: str, family: str = "gpt2") -> list[NameRule]:
     """Return the rules of a table of this module for a family, or of a file in TOML or JSON.
 
     Raises UsageError when there is neither, or a rule makes no sense.
@@ -131,7 +131,7 @@ def find_rules(names: str, family: str = "gpt2") -> list[Rule]:
             f"--names {names} is no object of names in TOML or JSON: {error}") from error
 
 
-def _rule(source: str, pattern: str, meaning: Any) -> Rule:
+def _rule(source: str, pattern: str, meaning: Any) -> NameRule:
     """Return a rule; `meaning` is a name, or a name and an arrangement."""
     name, arranged = (meaning, "") if isinstance(meaning, str) else meaning
     how = tuple(arranged.split())
@@ -139,10 +139,10 @@ def _rule(source: str, pattern: str, meaning: Any) -> Rule:
     if counts != {pattern.count("{}")} or not {*how} <= {*ARRANGEMENTS}:
         raise UsageError(f"--names {source}: {pattern!r} = {meaning!r}: as many {{}} on both "
                          f"sides would do, and {', '.join(ARRANGEMENTS)} as arrangements")
-    return Rule(re.compile(r"(\d+)".join(map(re.escape, pattern.split("{}")))), name, how)
+    return NameRule(re.compile(r"(\d+)".join(map(re.escape, pattern.split("{}")))), name, how)
 
 
-def translate(name: str, a: np.ndarray, rules: list[Rule], sizes: tuple[int, int],
+def translate(name: str, a: np.ndarray, rules: list[NameRule], sizes: tuple[int, int],
               shapes: Mapping[str, tuple[int, ...]] | None = None
               ) -> Iterator[tuple[str, tuple[str, ...], np.ndarray]]:
     """Yield the names that a tensor has in Hugging Face's files, and how each part is arranged.

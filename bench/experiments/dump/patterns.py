@@ -14,7 +14,7 @@ from bench.errors import UsageError
 from bench.experiments.dump.envelopes import Distance
 from bench.experiments.dump.tensor_files import number_type
 
-COUNTS = range(2, 17)    # of ranks that are tried
+RANK_COUNTS = range(2, 17)    # of ranks that are tried
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Region:
     def is_shard(self) -> bool:
         """Return whether it is one of a few equal blocks."""
         size = self.end - self.first
-        return not (self.count % size or self.first % size) and self.count // size in COUNTS
+        return not (self.count % size or self.first % size) and self.count // size in RANK_COUNTS
 
     def __str__(self) -> str:
         size = self.end - self.first
@@ -68,7 +68,7 @@ def coefficients(terms: list[np.ndarray], a: np.ndarray, left: Distance) -> np.n
 
 def simple(c: Any) -> np.ndarray:
     """Return the nearest of 0, 1, the numbers of ranks that are tried, and their inverses."""
-    some = np.array([0.0, 1.0, *COUNTS, *(1 / n for n in COUNTS)])
+    some = np.array([0.0, 1.0, *RANK_COUNTS, *(1 / n for n in RANK_COUNTS)])
     return some[np.abs(np.subtract.outer(c, some)).argmin(-1)]
 
 
@@ -148,7 +148,7 @@ def wrong_region(a: np.ndarray, exact: np.ndarray, envelope: Distance) -> Region
 
 def _rounded(region: Region) -> Region:
     """Return the block of an equal division that has a region, if one has little more."""
-    for parts in reversed(COUNTS):
+    for parts in reversed(RANK_COUNTS):
         size, rest = divmod(region.count, parts)
         if rest or not size:
             continue
@@ -185,6 +185,6 @@ def divisions(count: int, said: int | None) -> Iterator[int]:
     """Yield numbers of ranks among which `count` may be divided; the one that was said first."""
     if said and 1 < said <= count:
         yield said
-    for n in COUNTS:
+    for n in RANK_COUNTS:
         if n != said and n <= count and count % n == 0:
             yield n

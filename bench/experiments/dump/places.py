@@ -19,7 +19,7 @@ SCALARS, LOSS, NORM = "scalars", "loss", "norm"
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorId:
     """Name a tensor of a step: its kind, a key of `FILES`, "loss" or "norm"; and its name.
 
     `rank` is that of a copy which differs from those of earlier ranks, and else 0.
@@ -30,15 +30,15 @@ class Place:
     rank: int = 0
 
     @classmethod
-    def of(cls, kind: str, name: str) -> "Place":
+    def of(cls, kind: str, name: str) -> "TensorId":
         """Return the place of a name in a dump, which may be NAME@RANK."""
         name, _, rank = name.partition("@")
         return cls(kind, name, int(rank or 0))
 
     @property
-    def first(self) -> "Place":
+    def first(self) -> "TensorId":
         """Return the place that this copies."""
-        return Place(self.kind, self.name)
+        return TensorId(self.kind, self.name)
 
     def __str__(self) -> str:
         return f"{self.kind} {self.name}".strip() + f" of rank {self.rank}" * bool(self.rank)
@@ -71,22 +71,22 @@ def tensor_names(family: str, model: Model) -> dict[str, list[str]]:
             for name, pieces in model_pieces(family, model).items()}
 
 
-def in_order(family: str, model: Model) -> list[Place]:
+def in_order(family: str, model: Model) -> list[TensorId]:
     """Return all tensors of a step in the order in which they are computed.
 
     Masks and activations forward, the loss, gradients backward, the norm, and weights afterwards.
     The gradient of a tied table is last of all, as the embedding adds to it.
     """
     borders, names = border_names(family, model.layers), tensor_names(family, model)
-    forward = [Place("mask", name) for name in mask_names(model.layers).values()]
-    forward += [Place("activation", name) for name in borders]
+    forward = [TensorId("mask", name) for name in mask_names(model.layers).values()]
+    forward += [TensorId("activation", name) for name in borders]
     groups = {name: [] for name in borders}
     for parameter, tensors in names.items():
         groups[_border_of(parameter, borders)] += tensors
     backward = [place for border in reversed(borders) for place in _backward(
         border, groups[border])]
-    after = [Place("weight after", tensor) for tensors in names.values() for tensor in tensors]
-    return [*forward, Place(LOSS), *backward, Place(NORM), *after]
+    after = [TensorId("weight after", tensor) for tensors in names.values() for tensor in tensors]
+    return [*forward, TensorId(LOSS), *backward, TensorId(NORM), *after]
 
 
 def _border_of(parameter: str, borders: list[str]) -> str:
@@ -97,8 +97,8 @@ def _border_of(parameter: str, borders: list[str]) -> str:
     return borders[{"embedding": 0, "positions": 0, "norm": -2, "head": -1}[part]]
 
 
-def _backward(border: str, tensors: list[str]) -> Iterator[Place]:
+def _backward(border: str, tensors: list[str]) -> Iterator[TensorId]:
     """Yield the gradient of a module's output, and those of its tensors from the last."""
-    yield Place("activation gradient", border)
+    yield TensorId("activation gradient", border)
     for tensor in reversed(tensors):
-        yield Place("gradient", tensor)
+        yield TensorId("gradient", tensor)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.experiments.dump.places import Place
+from bench.experiments.dump.places import TensorId
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Reordering:
         """Return tokens or targets in this order."""
         return a[self.batch]
 
-    def output(self, place: Place, a: np.ndarray) -> np.ndarray:
+    def output(self, place: TensorId, a: np.ndarray) -> np.ndarray:
         """Return a module's output, its gradient or its mask in this order."""
         a = a[self.batch]
         return a if place.name == "lm_head" else a[..., self.hidden]

@@ -10,10 +10,10 @@ from mm3d.arrays.plain_numbers import is_number
 
 COMPUTED = ("float64", "float32", "float16", "bfloat16")
 ALONG = {"data", "tensor", "sequence", "stages"}    # what ranks divide
-Check = tuple[Callable[[Any], bool], str]
+ValueCheck = tuple[Callable[[Any], bool], str]
 
 
-def _number(least: float, most: float, wanted: str, *, above: bool = False) -> Check:
+def _number(least: float, most: float, wanted: str, *, above: bool = False) -> ValueCheck:
     """Return a check of a number of `least` to below `most`, or above `least`."""
     def good(value: Any) -> bool:
         return is_number(value) and (
@@ -28,7 +28,7 @@ def _texts(value: Any) -> bool:
 
 AT_LEAST_0, SHARE = _number(0, inf, "a number of at least 0"), _number(
     0, 1, "a number of at least 0 and below 1")
-ABOUT: dict[str, Check] = {
+ABOUT: dict[str, ValueCheck] = {
     "dtype": (lambda value: value in COMPUTED, ", ".join(COMPUTED)),
     "ignored": (lambda value: type(value) is int and abs(value) < 2 ** 31, "a whole number"),
     "ranks": (lambda value: isinstance(value, dict) and value.keys() <= ALONG and all(
@@ -37,7 +37,7 @@ ABOUT: dict[str, Check] = {
     "optimizer": (lambda value: isinstance(value, dict), "an object with name and lr"),
     "dropout": SHARE, "skipped": (_texts, "a list of weights"),
     "unseen": (_texts, "a list of texts")}
-OPTIMIZER: dict[str, Check] = {
+OPTIMIZER: dict[str, ValueCheck] = {
     "name": (lambda value: value in ("adamw", "sgd"), "adamw or sgd"), "lr": AT_LEAST_0,
     "betas": (lambda value: isinstance(value, list) and len(value) == 2 and all(
         map(SHARE[0], value)), "two numbers of at least 0 and below 1"),
@@ -75,7 +75,7 @@ def read_about(folder: Path) -> dict[str, Any]:
     return found
 
 
-def _checked(path: Path, found: Any, checks: dict[str, Check], what: str) -> dict[str, Any]:
+def _checked(path: Path, found: Any, checks: dict[str, ValueCheck], what: str) -> dict[str, Any]:
     """Return an object without what is null, after checking it."""
     if not isinstance(found, dict):
         raise UsageError(f"{path} is {found!r}: an object would do")

@@ -4,12 +4,12 @@ import numpy as np
 
 from bench.document import Column, Notes, Part, Rows, Table, number_cell
 from bench.experiments.dump.causes import explain
-from bench.experiments.dump.dumps import Dump
+from bench.experiments.dump.dumps import StepDump
 from bench.experiments.dump.envelopes import ALARMS, SAMPLES, Distance
-from bench.experiments.dump.verdicts import NAMES, Judged, Verdict, type_of
+from bench.experiments.dump.verdicts import PLURALS, Judged, Verdict, type_of
 
 
-def tell(dump: Dump, verdict: Verdict) -> list[str]:
+def tell(dump: StepDump, verdict: Verdict) -> list[str]:
     """Return the lines of a verdict."""
     model = dump.model
     lines = [f"{dump.folder}: {dump.family}, {model.layers} layers of {model.hidden} features, "
@@ -18,9 +18,9 @@ def tell(dump: Dump, verdict: Verdict) -> list[str]:
         lines.append(f"envelope: of {SAMPLES} steps in float64 with the roundings of its types; "
                      f"1 of {1 / ALARMS:.0f} right dumps has a tensor outside")
     outside = {kind: [one.outside for one in verdict.judged if one.place.kind == kind]
-               for kind in NAMES}
-    lines.append("inside: " + ", ".join(f"{each.count(False)} of {len(each)} {NAMES[kind]}" if (
-        len(each) > 1) else f"{NAMES[kind]} {'outside' if each[0] else 'inside'}"
+               for kind in PLURALS}
+    lines.append("inside: " + ", ".join(f"{each.count(False)} of {len(each)} {PLURALS[kind]}" if (
+        len(each) > 1) else f"{PLURALS[kind]} {'outside' if each[0] else 'inside'}"
         for kind, each in outside.items() if each))
     lines += [f"not judged: {name}: {why}" for name, why in verdict.left.items()]
     lines += [f"not seen by the program: {one}" for one in dump.unseen]
@@ -33,7 +33,7 @@ def tell(dump: Dump, verdict: Verdict) -> list[str]:
     return [*lines, f"FIRST OUTSIDE: {one.place}", f"  {_figures(one)}", f"  cause: {cause}"]
 
 
-def summary(dump: Dump, verdict: Verdict) -> str:
+def summary(dump: StepDump, verdict: Verdict) -> str:
     """Return a verdict in one line."""
     one, what = verdict.first, f"{dump.folder.name} ({type_of(dump, verdict)})"
     if one is None:
@@ -44,7 +44,7 @@ def summary(dump: Dump, verdict: Verdict) -> str:
     return f"{what}: {one.place}, {one.ratio:.2g} envelopes: {cause}"
 
 
-def verdict_parts(found: list[tuple[Dump, Verdict]], both: bool) -> list[Part]:
+def verdict_parts(found: list[tuple[StepDump, Verdict]], both: bool) -> list[Part]:
     """Make a table with a line for each verdict, for a program that reads it."""
     columns = [Column(name) for name in ("dump", "type", "judged", "first outside", "envelopes",
                                          "cause", "not judged")]
@@ -59,7 +59,7 @@ def verdict_parts(found: list[tuple[Dump, Verdict]], both: bool) -> list[Part]:
     return [table, Notes("Both", tell_both(*found))] if both else [table]
 
 
-def tell_both(one: tuple[Dump, Verdict], other: tuple[Dump, Verdict]) -> list[str]:
+def tell_both(one: tuple[StepDump, Verdict], other: tuple[StepDump, Verdict]) -> list[str]:
     """Return what two dumps of the same step have in common, and where they first differ."""
     names = [dump.folder.name for dump, _ in (one, other)]
     if names[0] == names[1]:

@@ -5,14 +5,14 @@ from typing import Any, Iterator
 import numpy as np
 
 from bench.experiments.dump import patterns
-from bench.experiments.dump.dumps import Dump
+from bench.experiments.dump.dumps import StepDump
 from bench.experiments.dump.envelopes import measure_norm
 from bench.experiments.dump.verdicts import Judged, Verdict
 
 EPSILONS = (1e-15, 1e-12, 1e-10, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3)
 
 
-def update_causes(dump: Dump, verdict: Verdict, one: Judged) -> Iterator[str]:
+def update_causes(dump: StepDump, verdict: Verdict, one: Judged) -> Iterator[str]:
     """Yield what explains a weight after the step."""
     name, settings = one.place.name, dict(dump.optimizer or {})
     before, right = np.float64(dump.weights[name]), verdict.exact[one.place]
@@ -64,7 +64,7 @@ def _said_of(c: float, settings: dict[str, Any]) -> str:
         ", or it is done twice" if c > 1.9 else ""))
 
 
-def _other_steps(dump: Dump, name: str, settings: dict[str, Any]) -> Iterator[tuple[Any, str]]:
+def _other_steps(dump: StepDump, name: str, settings: dict[str, Any]) -> Iterator[tuple[Any, str]]:
     """Yield what else the optimizer may subtract, in units of its rate, from the dump's change."""
     gradients = {place.name: a for place, a in dump.tensors.items() if place.kind == "gradient"}
     g = np.float64(gradients[name])

@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 
 from bench.experiments.dump.computation import Start, Tensors
-from bench.experiments.dump.dumps import Dump
+from bench.experiments.dump.dumps import StepDump
 from bench.experiments.dump.envelopes import (OF_NORM, Distance, Reference, measure_norm,
                                               measure_reference, measure_update, rounding)
 from bench.experiments.dump.patterns import packed_documents
-from bench.experiments.dump.places import LOSS, NORM, Place, in_order
+from bench.experiments.dump.places import LOSS, NORM, TensorId, in_order
 from bench.experiments.dump.roundings import Program, epsilon, is_narrow
 
-NAMES = {"mask": "masks", "activation": "activations", LOSS: "loss",
-         "activation gradient": "activation gradients", "gradient": "gradients", NORM: "norm",
-         "weight after": "weights after"}
+PLURALS = {"mask": "masks", "activation": "activations", LOSS: "loss",
+           "activation gradient": "activation gradients", "gradient": "gradients", NORM: "norm",
+           "weight after": "weights after"}
 SLACK = 4.0    # of an envelope, what is left of a much larger error by its cause
 IMITATED = ("activation", LOSS, "activation gradient", "gradient")    # in steps with roundings
 
@@ -37,7 +37,7 @@ class Judged:
         The size of the exact tensor, or of the change of a weight: the root of the sum of squares.
     """
 
-    place: Place
+    place: TensorId
     error: Distance
     envelope: Distance
     scale: float
@@ -74,7 +74,7 @@ class Verdict:
         In the order of computation.
     left : dict of str to str
         What was not judged, with the reason.
-    exact : dict of Place to ndarray
+    exact : dict of TensorId to ndarray
         The exact tensors.
     program : Program
         How the program computes whose envelopes were taken.
@@ -102,7 +102,7 @@ class Verdict:
         return any(one.place.kind in IMITATED for one in self.judged)
 
 
-def start_of(dump: Dump) -> Start:
+def start_of(dump: StepDump) -> Start:
     """Return what the step of a dump begins with."""
     masks = {place.name: a for place, a in dump.tensors.items()
              if place.kind == "mask" and not place.rank}
@@ -110,13 +110,13 @@ def start_of(dump: Dump) -> Start:
                  dump.erf)
 
 
-def program_of(dump: Dump) -> Program:
+def program_of(dump: StepDump) -> Program:
     """Return how the program of a dump computes, as far as the dump says.
 
     A loss of 16 bits was computed in these, also if it is stored in more: a sum of such ones has
     few bits more.  Else it was computed in float32 at least.
     """
-    model, value = dump.model, dump.tensors.get(Place(LOSS), np.float32(0.1))
+    model, value = dump.model, dump.tensors.get(TensorId(LOSS), np.float32(0.1))
     loss = str(value.dtype)
     if is_narrow(model.dtype) and np.frexp(float(value))[0] * 32 / epsilon(model.dtype) % 1 == 0:
         loss = model.dtype
@@ -125,7 +125,7 @@ def program_of(dump: Dump) -> Program:
     return Program(model.dtype, model.master or model.dtype, loss, dump.ranks)
 
 
-def judge(dump: Dump, comm: Any, reference: Reference | None = None) -> Verdict:
+def judge(dump: StepDump, comm: Any, reference: Reference | None = None) -> Verdict:
     """Judge a dump; every rank of `comm` must call it.
 
     Programs in float64 may compute parts in float32, see `Program.inside`, as transformers does:
@@ -147,7 +147,7 @@ def judge(dump: Dump, comm: Any, reference: Reference | None = None) -> Verdict:
     if lost:    # nobody can compute the step again
         verdict = Verdict(
             [_judge_mask(dump, place) for place in dump.tensors if place.kind == "mask"],
-            {NAMES[kind]: f"{len(lost)} masks of dropout are not there" for kind in IMITATED},
+            {PLURALS[kind]: f"{len(lost)} masks of dropout are not there" for kind in IMITATED},
             {}, program_of(dump), start)
     else:
         verdict, reference = _judge_programs(dump, start, comm, reference)
@@ -161,7 +161,7 @@ def judge(dump: Dump, comm: Any, reference: Reference | None = None) -> Verdict:
                     f"is meant")
     left = verdict.left
     verdict.judged.extend(_judge_ends(dump, comm, reference, verdict.exact, left))
-    for kind, name in NAMES.items():
+    for kind, name in PLURALS.items():
         some = {place for place in wanted if place.kind == kind}
         missing = some - dump.tensors.keys()
         if missing and name not in left:
@@ -170,7 +170,7 @@ def judge(dump: Dump, comm: Any, reference: Reference | None = None) -> Verdict:
     return verdict
 
 
-def _judge_programs(dump: Dump, start: Start, comm: Any,
+def _judge_programs(dump: StepDump, start: Start, comm: Any,
                     reference: Reference | None = None) -> tuple[Verdict, Reference]:
     """Judge all up to the norm by the first kind of program that is right, else by the last."""
     program = program_of(dump)
@@ -187,7 +187,7 @@ def _judge_programs(dump: Dump, start: Start, comm: Any,
     return verdict, reference
 
 
-def _packed(dump: Dump, verdict: Verdict) -> tuple[int, np.ndarray] | None:
+def _packed(dump: StepDump, verdict: Verdict) -> tuple[int, np.ndarray] | None:
     """Return the token between packed documents, and where these are, see `packed_documents`."""
     one = verdict.first
     if one is None or one.place.kind != "activation" or one.place.rank:
@@ -202,13 +202,13 @@ def _right_before(verdict: Verdict) -> int:
                 len(verdict.judged))
 
 
-def _counted(dump: Dump) -> np.ndarray:
+def _counted(dump: StepDump) -> np.ndarray:
     """Return which positions have a target that counts, or one after them, (batch, seq)."""
     return np.flip(np.maximum.accumulate(np.flip(
         dump.targets != dump.model.ignored, 1), 1), 1)
 
 
-def _judge_step(dump: Dump, reference: Reference,
+def _judge_step(dump: StepDump, reference: Reference,
                 left: dict[str, str]) -> tuple[list[Judged], Tensors, float]:
     """Judge masks, and what was imitated; return also the exact tensors, and `Verdict.scale`.
 
@@ -244,7 +244,7 @@ def _judge_step(dump: Dump, reference: Reference,
     return (every, exact, 1.0) if any(one.outside for one in scaled) else (scaled, exact, c)
 
 
-def _judged(place: Place, a: np.ndarray, exact: np.ndarray, spread: Distance,
+def _judged(place: TensorId, a: np.ndarray, exact: np.ndarray, spread: Distance,
             scale: np.ndarray | None = None) -> Judged:
     """Judge one tensor; `scale` is what its error is compared with, by default the exact one."""
     size = exact if scale is None else scale
@@ -252,7 +252,7 @@ def _judged(place: Place, a: np.ndarray, exact: np.ndarray, spread: Distance,
                   float(np.sqrt((size * size).sum())))
 
 
-def _judge_mask(dump: Dump, place: Place) -> Judged:
+def _judge_mask(dump: StepDump, place: TensorId) -> Judged:
     """Judge a mask: replicas have different ones, and the right share stays.
 
     The error is the number of replicas with the mask of another one, or how many deviations the
@@ -268,7 +268,7 @@ def _judge_mask(dump: Dump, place: Place) -> Judged:
     return Judged(place, Distance(float(same), off if off > 6 else 0.0), Distance(0.0, 6.0), 1.0)
 
 
-def _judge_ends(dump: Dump, comm: Any, reference: Reference | None, exact: Tensors,
+def _judge_ends(dump: StepDump, comm: Any, reference: Reference | None, exact: Tensors,
                 left: dict[str, str]) -> list[Judged]:
     """Judge the norm and the weights after the step, by the dump's own gradients if it can."""
     names = [place.name for place in in_order(dump.family, dump.model)
@@ -277,28 +277,28 @@ def _judge_ends(dump: Dump, comm: Any, reference: Reference | None, exact: Tenso
            if place.kind == "gradient" and not place.rank}
     after = {place: a for place, a in dump.tensors.items() if place.kind == "weight after"}
     norms = {place: a for place, a in dump.tensors.items() if place.kind == NORM}
-    whole, norm = own and own.keys() >= {*names}, Place(NORM)
+    whole, norm = own and own.keys() >= {*names}, TensorId(NORM)
     if norms and whole:
         exact[norm], spread = measure_norm(own)
     elif norms and reference is not None and not dump.absent:
         spread = reference.spread[norm].plus(rounding(exact[norm], norms[norm].dtype).times(
             OF_NORM))
     elif norms:
-        left[NAMES[NORM]] = "not all gradients are there"
+        left[PLURALS[NORM]] = "not all gradients are there"
         norms = {}
     found = [_judged(place, a, exact[norm], spread) for place, a in norms.items()]
     if after and not whole:
-        left[NAMES["weight after"]] = "not all gradients are there, from which they follow"
+        left[PLURALS["weight after"]] = "not all gradients are there, from which they follow"
     elif after and not all(np.isfinite(np.float64(a)).all() for a in own.values()):
-        left[NAMES["weight after"]] = "not all gradients are finite, from which they follow"
+        left[PLURALS["weight after"]] = "not all gradients are finite, from which they follow"
     elif after and dump.optimizer is None:
-        left[NAMES["weight after"]] = "dump.json has no optimizer"
+        left[PLURALS["weight after"]] = "dump.json has no optimizer"
     elif after:
         found += _judge_updates(dump, comm, own, after, exact)
     return found
 
 
-def _judge_updates(dump: Dump, comm: Any, own: Mapping[str, np.ndarray], after: Tensors,
+def _judge_updates(dump: StepDump, comm: Any, own: Mapping[str, np.ndarray], after: Tensors,
                    exact: Tensors) -> list[Judged]:
     """Judge the weights after a step by the gradients `own`; add the exact ones to `exact`.
 
@@ -309,7 +309,7 @@ def _judge_updates(dump: Dump, comm: Any, own: Mapping[str, np.ndarray], after: 
 
     def judged(settings: Mapping[str, Any]) -> tuple[Tensors, list[Judged]]:
         right, spread = measure_update(start_of(dump), comm, settings, own | none)
-        right |= {Place("weight after", name): np.float64(dump.weights[name]) for name in none}
+        right |= {TensorId("weight after", name): np.float64(dump.weights[name]) for name in none}
         return right, [_judged(place, a, right[place.first], spread[place.first],
                                right[place.first] - np.float64(dump.weights[place.name]))
                        for place, a in after.items()]
@@ -323,7 +323,7 @@ def _judge_updates(dump: Dump, comm: Any, own: Mapping[str, np.ndarray], after: 
     return found
 
 
-def type_of(dump: Dump, verdict: Verdict) -> str:
+def type_of(dump: StepDump, verdict: Verdict) -> str:
     """Return the type of computation, and that of weights or parts where it is another."""
     model, inside = dump.model, verdict.program.inside
     return model.dtype + (f" with weights in {model.master}" if model.master else "") + (

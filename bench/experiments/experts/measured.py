@@ -19,11 +19,11 @@ from bench.experiments.experts.verification import verify_experts
 from bench.experiments.products.operands import count_products
 from bench.experiments.torch.child import TorchProcesses
 from bench.experiments.torch.equal_kernels import add_kernels, compare_kernels
-from bench.experiments.torch.serve import Product
+from bench.experiments.torch.serve import TimedProduct
 from bench.instruments.clock import Clock
 from bench.instruments.sampling import Sample, compare_in_turns, measured_environment, time_side
 from bench.instruments.timing import Limits
-from bench.records.kinds.experts import KINDS
+from bench.records.kinds.experts import EXPERT_KINDS
 from bench.records.assembly import make_record, transport_names
 from bench.records.measurements import Measurements, grid_settings
 from mm3d.arrays.grouped_products import grouped_matmul
@@ -101,7 +101,7 @@ def measure_experts(subject: ExpertsSubject, torch: str | None,
     record = make_record("experts", settings, environs, {
         "s": {"samples": times, "part_samples": parts},
         "1": {name: [one[name] for one in routed] for name in routed[0]}},
-        checks, routing=ROUTINGS, kind=KINDS, part=PARTS)
+        checks, routing=ROUTINGS, kind=EXPERT_KINDS, part=PARTS)
     return add_kernels(record, kernels, 3 * case.flops)
 
 
@@ -112,7 +112,7 @@ def start_torch(subject: ExpertsSubject, python: str) -> TorchProcesses:
         **case.activations(), **case.parameters(),
         **{f"router.weight {name}": case.router_weight(name) for name in ROUTINGS}}
     return TorchProcesses(
-        python, "ExpertsLayer",
+        python, "TorchExpertsLayer",
         {"dtype": case.dtype, "routing": routing_settings(case.experts, case.tokens)},
         arrays, comm, "do the layer of experts")
 
@@ -194,7 +194,7 @@ class ExpertsSampler:
         rows[...] = 0.5
         return rows, weights, segments
 
-    def first_products(self) -> list[Product]:
+    def first_products(self) -> list[TimedProduct]:
         """Return the products of this rank's experts in the first product, with equal shares."""
         _, weights, segments = self.products[ROUTINGS[0]]
         return count_products((one.stop - one.start, *weights.shape[1:], False, False)
@@ -246,7 +246,7 @@ class ExpertsSampler:
                                            ratios=[(layer, layer) for layer in layers])
         rounds = len(found[layers[0]])
         times = np.array([[[one.seconds for one in found.get((routing, kind), ())]
-                           or [np.nan] * rounds for kind in KINDS] for routing in ROUTINGS])
+                           or [np.nan] * rounds for kind in EXPERT_KINDS] for routing in ROUTINGS])
         parts = np.empty(0)
         if self.comm.rank == 0:
             # From (routings, repetitions, ranks, phases, parts).

@@ -113,7 +113,7 @@ class PlainExperts:
     def _shared(self) -> np.ndarray:
         """Compute the output of the shared expert, (tokens, hidden)."""
         a = {name.removeprefix("shared."): one for name, one in self.a.items()}
-        g, _ = gelu(self.x @ a["up.weight"] + a["up.bias"])
+        g, _ = gelu_and_slope(self.x @ a["up.weight"] + a["up.bias"])
         y = g @ a["down.weight"] + a["down.bias"]
         return y / (1 + np.exp(-self.x @ a["gate.weight"].T)) if "gate.weight" in a else y
 
@@ -131,7 +131,7 @@ class PlainExperts:
             opened, u = np.split(u, 2, -1)
             g, slope = opened / (1 + np.exp(-opened)) * u, None
         else:
-            g, slope = gelu(u)
+            g, slope = gelu_and_slope(u)
         return tokens, gate, choice, (slope, g, g @ a["down.weight"][e] + self._bias("down", e))
 
     def _bias(self, name: str, e: int) -> np.ndarray | float:
@@ -210,7 +210,7 @@ def capacity(experts: ExpertOptions, tokens: int) -> int:
     return max(taken, usual if least is None else least)
 
 
-def gelu(u: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def gelu_and_slope(u: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Compute the tanh form of GELU, and its derivative."""
     c = math.sqrt(2 / math.pi)
     t = np.tanh(c * (u + 0.044715 * u ** 3))

@@ -21,7 +21,7 @@ from mm3d.training.expert_parallel import check_experts, expert_ranks
 from mm3d.training.mesh import Mesh
 
 ROUTINGS = ("uniform", "skewed", "collapsed")
-NAME = "layers.0.experts"
+LAYER_NAME = "layers.0.experts"
 FAR = 60.0    # a difference of logits that no random part makes up for
 
 
@@ -182,7 +182,7 @@ class ExpertsSubject:
     def load(self, arrays: dict[str, np.ndarray]) -> None:
         """Set the parameters of these names from global arrays."""
         for p in self.layer.parameters:
-            array = arrays.get(p.name.removeprefix(f"{NAME}."))
+            array = arrays.get(p.name.removeprefix(f"{LAYER_NAME}."))
             if array is not None:
                 p.load(array)
 

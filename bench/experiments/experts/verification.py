@@ -7,7 +7,7 @@ from threadpoolctl import threadpool_limits
 
 from bench.checks import against_serial, tolerances
 from bench.experiments.experts.plain import PlainExperts
-from bench.experiments.experts.problem import NAME, ExpertsSubject
+from bench.experiments.experts.problem import LAYER_NAME, ExpertsSubject
 from bench.records.measurements import Check
 from mm3d import launcher
 from mm3d.arrays.blocks import block_lengths
@@ -57,7 +57,7 @@ def verify_experts(subject: ExpertsSubject, routing: str,
         subject.data.complete(0)
     host = subject.grid.backend.to_host
     blocks = comm.gather((subject.place, host(y), host(dx), routings[0].choice.chosen))
-    gradients = {p.name.removeprefix(f"{NAME}."): p.gather(p.grad)
+    gradients = {p.name.removeprefix(f"{LAYER_NAME}."): p.gather(p.grad)
                  for p in subject.layer.parameters}
     dropped = subject.layer.routings.totals[-1].dropped
     checks, found = None, {}

@@ -14,8 +14,8 @@ from mpi4py import MPI
 
 import mm3d
 from bench.experiments.gpu.gpu_cases import Mode, TorchClock, draw_array
-from bench.experiments.torch.models import Model, make_optimizer
-from bench.experiments.training.timed_step import OPTIMIZER, draw_batch
+from bench.experiments.torch.models import TorchGPT, make_torch_optimizer
+from bench.experiments.training.timed_step import ADAMW_OPTIONS, draw_batch
 from mm3d.arrays.backend import Array
 from mm3d.model.initial_values import gpt2_values
 
@@ -58,7 +58,7 @@ class GptStep:
                                        p.name, *values(p.name, p.shape))
             p.refresh()
         self.batch = draw_batch(self.model.config.model)
-        self.optimizer = mm3d.AdamW(self.model, **OPTIMIZER)
+        self.optimizer = mm3d.AdamW(self.model, **ADAMW_OPTIONS)
 
     def masters(self) -> dict[str, np.ndarray]:
         """Return the masters on the host, in float32, by name."""
@@ -99,10 +99,11 @@ class TorchGptStep(TorchClock):
         torch.backends.cuda.matmul.allow_tf32 = mode.tf32
         self.torch, self.where = torch, where
         self.batch = [torch.from_numpy(np.ascontiguousarray(a, np.int64)) for a in ours.batch]
-        self.model = Model(torch, {}, ours.model.config.model.heads)
+        self.model = TorchGPT(torch, {}, ours.model.config.model.heads)
         self.model.use({name: torch.from_numpy(a).to(where).requires_grad_()
                         for name, a in ours.masters().items()})
-        self.optimizer = make_optimizer(torch, self.model, {**OPTIMIZER, "optimizer": "adamw"})
+        self.optimizer = make_torch_optimizer(torch, self.model,
+                                              {**ADAMW_OPTIONS, "optimizer": "adamw"})
         self.masters: list[Any] = []
         if mode.dtype.endswith("16"):
             self.masters = list(self.model.p.values())

@@ -10,7 +10,7 @@ import numpy as np
 import mm3d
 from bench.errors import UsageError
 from bench.experiments.products import operands
-from bench.experiments.torch.models import Layer
+from bench.experiments.torch.models import TorchLayer
 from mm3d.arrays.backend import Array, Backend
 from mm3d.model import functional
 from mm3d.model.initial_values import varied_values
@@ -223,7 +223,7 @@ class TorchLayerStep(TorchClock):
                  mode: Mode) -> None:
         torch.backends.cuda.matmul.allow_tf32 = mode.tf32
         self.torch, self.where = torch, where
-        self.layer = Layer(torch, {"heads": heads}, operands)
+        self.layer = TorchLayer(torch, {"heads": heads}, operands)
 
         def there(a: Any, trained: bool) -> Any:
             moved = a.detach().to(where, getattr(torch, mode.dtype))

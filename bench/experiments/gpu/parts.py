@@ -37,12 +37,12 @@ from mm3d.config import Model
 from mm3d.model.architecture import PLAIN
 from mm3d.transport.communicators import DryCommunicator
 
-Step = Callable[[], object]
+PartCall = Callable[[], object]
 STEP_MODES = "float32", "bfloat16"    # of a whole step
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedGPT:
     """The GPT of the part ``step``.
 
     Attributes
@@ -74,7 +74,7 @@ class GpuBenchmark:
         Whether to measure the layer also as a CUDA graph.
     modes : sequence of str, optional
         The modes that are measured; by default all of the backend.
-    trained : Trained, optional
+    trained : TrainedGPT, optional
         The GPT of the part ``step``; by default that of the scale, and nothing is predicted.
 
     Raises
@@ -88,10 +88,10 @@ class GpuBenchmark:
     def __init__(self, backend: str | Backend | None = "cupy", scale: str = "paper",
                  graph: bool = False, limits: Limits = Limits(10, 30, 5.0),
                  seed: int = 0, modes: Sequence[str] = (),
-                 trained: Trained | None = None) -> None:
+                 trained: TrainedGPT | None = None) -> None:
         self.backend, self.seed = backends.get(backend), seed
         self.limits, self.scale = limits, gpu_cases.SCALES[scale]
-        self.trained = trained or Trained(self.scale.gpt)
+        self.trained = trained or TrainedGPT(self.scale.gpt)
         self.settings = {"scale": scale, "seed": seed, **asdict(limits)}
         self.modes = gpu_cases.list_modes(self.backend, modes)
         self.libraries = ["mm3d", "PyTorch"]
@@ -101,7 +101,7 @@ class GpuBenchmark:
                 raise UsageError(f"--graph: {problem}")
             self.libraries.append("mm3d, graph")
 
-    def sampler(self, step: Step, clock: Any = None) -> Callable[[], float]:
+    def sampler(self, step: PartCall, clock: Any = None) -> Callable[[], float]:
         """Return a function that takes a sample of the seconds of a call of `step`.
 
         Two calls that do not count come first.  `clock` places marks in the stream of the step's
@@ -118,12 +118,12 @@ class GpuBenchmark:
         calls = max(1, min(200, round(2e-3 / max(sample(1), 1e-9))))
         return lambda: sample(calls)
 
-    def sample_seconds(self, step: Step) -> list[float]:
+    def sample_seconds(self, step: PartCall) -> list[float]:
         """Take samples of the seconds of a call of `step`."""
         return take_samples(self.sampler(step), self.limits, MPI.COMM_SELF)[0]
 
-    def sample_sides(self, step: Step, theirs: Any,
-                     more: Sequence[Step] = ()) -> list[list[float]]:
+    def sample_sides(self, step: PartCall, theirs: Any,
+                     more: Sequence[PartCall] = ()) -> list[list[float]]:
         """Take samples of mm3d's step, of PyTorch's and of `more` in turns.
 
         PyTorch's are NaN where it is None.
@@ -292,14 +292,14 @@ class GpuBenchmark:
             {**scales, "repetition": range(samples.shape[-1])}, variables, checks)
 
 
-PARTS: dict[str, Callable[[GpuBenchmark], Measurements]] = {
+GPU_PARTS: dict[str, Callable[[GpuBenchmark], Measurements]] = {
     "gemm": GpuBenchmark.measure_gemm, "elementwise": GpuBenchmark.measure_elementwise,
     "layer": GpuBenchmark.measure_layer, "step": GpuBenchmark.measure_step,
     "rows": GpuBenchmark.measure_rows}
 
 
 def measure_part(benchmark: GpuBenchmark, part: str) -> Measurements:
-    """Verify and measure one of `PARTS`; return a record of kind "gpu-" plus its name.
+    """Verify and measure one of `GPU_PARTS`; return a record of kind "gpu-" plus its name.
 
     Raises
     ------
@@ -307,4 +307,4 @@ def measure_part(benchmark: GpuBenchmark, part: str) -> Measurements:
         When a result is wrong.
     """
     benchmark.release_memory()
-    return PARTS[part](benchmark)
+    return GPU_PARTS[part](benchmark)

@@ -90,7 +90,7 @@ class MeasuredLayer:
         """Compare a step's results and parameters' gradients with the other side, or serial."""
         answer = reference.take_turn("check") if reference else None
         expected = reference and (lambda: answer)
-        return against_serial.compare(self.model, *results, self.dtype, expected)
+        return against_serial.compare_with_serial(self.model, *results, self.dtype, expected)
 
 
 def measure_layer(subject: MeasuredLayer, beside: tuple[str, str] | None, overlap: int,
@@ -174,7 +174,7 @@ def start_beside(subject: MeasuredLayer, beside: str, python: str) -> TorchProce
     """Start the other side beside the ranks; UsageError on all ranks when it does not start."""
     case, comm = {"heads": subject.sizes.heads, "dtype": subject.dtype}, subject.scheme.grid.comm
     arrays = None if comm.rank else global_arrays(subject.sizes, subject.seed, subject.dtype)
-    name, ranks = (("ColossalLayer", comm.size) if beside == COLOSSAL else ("Layer", 1))
+    name, ranks = (("ColossalLayer", comm.size) if beside == COLOSSAL else ("TorchLayer", 1))
     return TorchProcesses(python, name, case, arrays, comm, "do the layer", ranks)
 
 

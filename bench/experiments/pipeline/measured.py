@@ -9,12 +9,13 @@ import numpy as np
 
 import mm3d
 from bench.checks.passed import require_passed
-from bench.experiments.pipeline.reference import STEPS, TorchPipeline, gather_actions
+from bench.experiments.pipeline.reference import STEP_LETTERS, TorchPipeline, gather_actions
 from bench.experiments.pipeline.subject import (ABOUT_WORK, ActionTimes, LayersSubject,
                                                 PipelineCase)
 from bench.experiments.pipeline.waiting import WaitingSubject
 from bench.experiments.products.operands import observe_products
-from bench.experiments.torch.equal_kernels import SIDES, add_kernels, compare_kernels, step_flops
+from bench.experiments.torch.equal_kernels import (SIDES, add_kernels, compare_kernels,
+                                                   gpt_step_flops)
 from bench.instruments.clock import Clock
 from bench.instruments.peak_memory import Footprint
 from bench.instruments.sampling import Sample, compare_in_turns, measured_environment, time_side
@@ -29,7 +30,7 @@ from mm3d.tracing import dry_run
 from mm3d.training.mesh import Mesh
 from mm3d.training.schedules import format_schedule
 from mm3d.training.schedules.messages import operations
-from mm3d.training.schedules.schedule import Event
+from mm3d.training.schedules.schedule import Completion
 
 ROUNDS = 40    # round trips to measure a hop
 
@@ -97,10 +98,10 @@ def measure_pipeline(mesh: Mesh, case: PipelineCase, limits: Limits,
                 "reference": reference.about if reference else "none",
                 **({"reference_order": reference.order} if reference else {}), **asdict(limits)}
     record = make_record("pipeline", settings, environs, side_numbers(found, hops) | counts,
-                         checks, stage=range(case.schedule.stage_count), step=STEPS,
+                         checks, stage=range(case.schedule.stage_count), step=STEP_LETTERS,
                          side=list(found))
-    return add_kernels(record, kernels, step_flops(stack.batch * stack.seq, stack.layers,
-                                                   stack.hidden, stack.seq))
+    return add_kernels(record, kernels, gpt_step_flops(stack.batch * stack.seq, stack.layers,
+                                                       stack.hidden, stack.seq))
 
 
 def sample_step(subject: Any, actions: ActionTimes, clock: Clock) -> Sample:
@@ -115,7 +116,7 @@ def sample_step(subject: Any, actions: ActionTimes, clock: Clock) -> Sample:
 
     actions.times.clear()
     time_side(step, mesh.comm, mesh.scheme.grid.backend.synchronize, clock)
-    slept = np.full(len(STEPS), np.nan) if subject.slept is None else subject.slept
+    slept = np.full(len(STEP_LETTERS), np.nan) if subject.slept is None else subject.slept
     return gather_actions(mesh.comm, subject.case, np.array(actions.times), processor, slept)
 
 
@@ -134,7 +135,7 @@ def case_settings(mesh: Mesh, case: PipelineCase) -> dict[str, Setting]:
     return {"schedule": case.name, "microbatches": case.schedule.microbatches,
             "schedule_text": format_schedule(case.schedule),
             "work": case.work, "about_work": ABOUT_WORK[case.work],
-            **{f"wait_{step}": float(wait) for step, wait in zip(STEPS, waits)},
+            **{f"wait_{step}": float(wait) for step, wait in zip(STEP_LETTERS, waits)},
             "scheme": mesh.scheme.name, **grid_settings(stages),
             "stage_grids": "; ".join(map(str, mesh.grids)),
             **{f"option_{name}": value for name, value in mesh.options.items()},
@@ -169,9 +170,9 @@ def measure_hop(subject: Any, clock: Clock) -> np.ndarray:
             start = clock.now()
             for stage in (0, 1):
                 if mesh.stage == stage:
-                    hops.send(Event("F", 0, 0), block, other)
+                    hops.send(Completion("F", 0, 0), block, other)
                 else:
-                    hops.complete(hops.begin_receive(Event("F", 0, 0), other))
+                    hops.complete(hops.begin_receive(Completion("F", 0, 0), other))
                 hops.messages.release_sent()
             found[number] = (clock.now() - start) / 2
         hops.messages.finish()

@@ -9,12 +9,12 @@ from bench.agreement import agree
 from bench.checks import tolerances
 from bench.experiments.pipeline.subject import PipelineCase, squared_error
 from bench.experiments.torch.child import TorchProcesses
-from bench.experiments.torch.pipeline import SCHEDULES
+from bench.experiments.torch.pipeline import TORCH_SCHEDULES
 from bench.instruments.sampling import Sample
 from bench.records.measurements import Check
 from mm3d.training.mesh import Mesh
 
-STEPS = ("F", "B", "W")
+STEP_LETTERS = ("F", "B", "W")
 
 
 def gather_actions(comm: Any, case: PipelineCase, times: np.ndarray, processor: float,
@@ -36,8 +36,8 @@ def refuse_pipeline(mesh: Mesh, case: PipelineCase) -> None:
     """Raise UsageError, on all ranks alike, for cases that PyTorch's schedules cannot execute."""
     kind = case.name.partition(":")[0]
     problem = None
-    if kind not in SCHEDULES:
-        problem = (f"PyTorch has no such schedule: {', '.join(SCHEDULES)} would do")
+    if kind not in TORCH_SCHEDULES:
+        problem = (f"PyTorch has no such schedule: {', '.join(TORCH_SCHEDULES)} would do")
     elif kind == "interleaved" and case.schedule.chunks == 1:
         problem = "PyTorch's has two chunks a rank or more: interleaved:2 would do"
     elif mesh.shape["t"] > 1:
@@ -86,14 +86,14 @@ class TorchPipeline:
             "microbatches": schedule.microbatches,
             "shape": (sizes.batch // schedule.microbatches, sizes.seq, sizes.hidden),
             "layers": [list(part) for part in case.parts], "heads": sizes.heads,
-            "dtype": case.stack.dtype, "seconds": waits and dict(zip(STEPS, waits))},
+            "dtype": case.stack.dtype, "seconds": waits and dict(zip(STEP_LETTERS, waits))},
             subject.arrays(), mesh.comm, "execute the pipeline", mesh.comm.size)
         self.about = self.processes.about
 
     def sample(self) -> Sample:
         """Execute another step; see `gather_actions`."""
         found = self.processes.take_turn("step")
-        slept = np.array([found["slept"].get(step, np.nan) for step in STEPS])
+        slept = np.array([found["slept"].get(step, np.nan) for step in STEP_LETTERS])
         return gather_actions(self.mesh.comm, self.case, np.array(
             [action[3:] for action in found["actions"]]), found["processor"], slept)
 

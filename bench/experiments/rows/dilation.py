@@ -111,7 +111,7 @@ def note_dilation(record: Measurements, factor: float, dilation: Dilation) -> No
     record.configuration.update(dilation=factor, software_share=dilation.share)
     cluster = Cluster.from_environment()
     if cluster:
-        record.environment.update(host.describe_cluster(replace(cluster, link=dilation.link)))
+        record.environment.update(host.cluster_environment(replace(cluster, link=dilation.link)))
 
 
 def dilation_factor(software: float, predicted: float, share: float,

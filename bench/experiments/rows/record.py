@@ -40,7 +40,7 @@ def published_row(row: Row) -> Group:
               "average_step_time": row.average, "recomputed_step_time": row.recomputed}})
 
 
-def row_record(one: Case, scheme, configuration: dict[str, Setting], times: timing.Measured,
+def row_record(one: Case, scheme, configuration: dict[str, Setting], times: timing.TimedSteps,
                traffic: np.ndarray, checks: list[Check],
                groups: dict[str, Group | None]) -> model_run.Run:
     """Make the record of a row, on rank 0.
@@ -61,7 +61,8 @@ def row_record(one: Case, scheme, configuration: dict[str, Setting], times: timi
     grid = scheme.grid
     words = expected_words(scheme.name, grid.shape, one.sizes, one.variant,
                            configuration["recompute"])
-    own = {"traffic": model_run.traffic_group(dict(zip((*model_run.COUNTS, "moved"), traffic)),
+    own = {"traffic": model_run.traffic_group(dict(zip((*model_run.COUNT_UNITS, "moved"),
+                                                       traffic)),
                                               words, model_run.directions_of(grid.shape)),
            "clock": model_run.scalars({"s": {"resolution": times.clock_resolution,
                                              "offset_error": times.clock_offset_error}}),

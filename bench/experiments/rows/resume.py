@@ -56,7 +56,7 @@ def begin_or_resume(log: Journal, names: Sequence[str], wanted: dict[str, Any],
     Reproduction, set of str
         The reproduction, and the names of its finished rows.
     """
-    token = os.environ[journal.VARIABLE] = secrets.token_hex(8)
+    token = os.environ[journal.ENTRY_ENV] = secrets.token_hex(8)
     old = None if fresh else journal.unfinished_reproduction(log.entries())
     if old:
         changed = journal.setting_differences(old.settings, wanted)

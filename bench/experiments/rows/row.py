@@ -136,7 +136,7 @@ def measure_on_grid(one: Case, scheme, order: str, settings: Settings, peaks: Gr
 
 
 def time_and_trace(timed: TimedModel, settings: Settings) -> tuple[
-        timing.Step, timing.Measured | None, list[Span], Group | None]:
+        timing.Step, timing.TimedSteps | None, list[Span], Group | None]:
     """Repeat the step of a model until the limits are reached, and then trace it.
 
     Returns
@@ -188,7 +188,7 @@ def verify_row(one: Case, scheme, model, y, dx, settings: Settings) -> list[Chec
             scheme, row_stack(one.variant, one.verified, settings.recompute, settings.seed))
         y, dx, _ = run_counted_step(checked, checked.random("input"),
                                     checked.random("output gradient"))
-    return require_passed(against_serial.compare(checked, y, dx, one.variant.rounding),
+    return require_passed(against_serial.compare_with_serial(checked, y, dx, one.variant.rounding),
                           "differs from the serial scheme: ", Failed)
 
 
@@ -211,7 +211,7 @@ def run_counted_step(model, x, dy,
         This rank's traffic, (counts and "moved", phases, directions, collectives) in the orders
         of `bench.records.run_file`.
     """
-    grid, names = model.grid, (*model_run.COUNTS, "moved")
+    grid, names = model.grid, (*model_run.COUNT_UNITS, "moved")
     directions = model_run.directions_of(grid.shape)
     counted = np.zeros((len(names), len(PHASES), len(directions), len(COLLECTIVES)))
 

@@ -13,7 +13,7 @@ from bench.records.measurements import Setting
 from mm3d.arrays import backend as backends
 from mm3d.grid.shape import GridShape
 from mm3d.schemes import find_scheme
-from mm3d.tracing.events import Gemm, Pass
+from mm3d.tracing.events import Gemm, MemoryPass
 from mm3d.transport.choice import choose_device
 
 
@@ -24,7 +24,7 @@ class ModelledWork:
     Attributes
     ----------
     seconds : callable
-        Returns the seconds of a `Gemm` or a `Pass`, with `scale`.
+        Returns the seconds of a `Gemm` or a `MemoryPass`, with `scale`.
     block : int
         Elements that the machine's elementwise work handles at a time.
     scale : float
@@ -35,7 +35,7 @@ class ModelledWork:
     """
 
     machine: str
-    seconds: Callable[[Gemm | Pass], float]
+    seconds: Callable[[Gemm | MemoryPass], float]
     block: int
     scale: float = 1.0
     shrink: float = 1.0

@@ -85,7 +85,7 @@ def measure_training(one: TrainingCase, settings: TrainingSettings,
     if settings.dilation:
         set_links(None, comm, settings.dilation.change)    # what is not timed need not wait
     with built(one.config, settings, comm) as real:
-        checks = verify(real, one.config)
+        checks = verify_gpt(real, one.config)
         if settings.work:
             with waiting_training(real, settings.work) as (training, clock):
                 return time_training(one, settings, training, clock, (checks, predicted))
@@ -103,7 +103,7 @@ def built(config: Config, settings: TrainingSettings, comm: Any) -> Iterator[mm3
         yield model
 
 
-def verify(model: mm3d.GPT, config: Config) -> list[Check]:
+def verify_gpt(model: mm3d.GPT, config: Config) -> list[Check]:
     """Compare two losses, with a step between them, and all gradients with the serial scheme's.
 
     Returns the checks, the same on every rank, all passed.  Raises Failed on every
@@ -182,7 +182,7 @@ def time_training(one: TrainingCase, settings: TrainingSettings, training: Timed
     run_free(comm, clock, settings.dilation)    # the rest is not timed
     first = found[0]
     everyone = comm.gather((factor * modelled, first.slept, first.overlapped))
-    record = make_record(one, settings, training, first, (samples, ended_by), before)
+    record = make_row_record(one, settings, training, first, (samples, ended_by), before)
     if record is None or everyone is None:
         return None
     note_dilation(record, factor, settings.dilation)
@@ -208,13 +208,13 @@ def time_computing(one: TrainingCase, settings: TrainingSettings, training: Time
     compared = [{key: found.calls if one.config.model.experts else found
                  for key, found in moved.items()} for moved in (first.moved, dry)]
     check_with_dry_run(comm, {"a step": (*compared, 0.0, 0.0)})
-    return make_record(one, settings, training, first,
-                       take_samples(sample, settings.limits, comm), before)
+    return make_row_record(one, settings, training, first,
+                           take_samples(sample, settings.limits, comm), before)
 
 
-def make_record(one: TrainingCase, settings: TrainingSettings, training: TimedTraining,
-                first: "Counted", samples: tuple[list[float], str],
-                before: tuple[list[Check], dict[str, float]]) -> Measurements | None:
+def make_row_record(one: TrainingCase, settings: TrainingSettings, training: TimedTraining,
+                    first: "Counted", samples: tuple[list[float], str],
+                    before: tuple[list[Check], dict[str, float]]) -> Measurements | None:
     """Make the record, without what only waits have, on rank 0; return None on the others.
 
     `first` is the counted step of this rank, `samples` are the seconds and the limit that ended

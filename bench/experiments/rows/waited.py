@@ -68,7 +68,7 @@ def waiting_model(one: Case, scheme, settings: Settings,
     """
     work, comm, dilation = settings.waits(one), scheme.grid.comm, settings.dilation
     groups, factor = {}, None
-    trace = trace_rank(one, scheme, settings, work)
+    trace = trace_row(one, scheme, settings, work)
     with waited_work([scheme.grid], work.seconds, work.block) as backend:
         model = mm3d.Transformer(
             scheme, row_stack(one.variant, one.sizes, settings.recompute, settings.seed))
@@ -84,7 +84,7 @@ def waiting_model(one: Case, scheme, settings: Settings,
                     groups = dilation_groups(samples, predicted)
             modelled = [backend.trace.pace * trace.work(work.seconds, phase)
                         for phase in PHASES]
-            counted, passed, moved = count_step(model, x, dy, backend.trace)
+            counted, passed, moved = count_phases(model, x, dy, backend.trace)
         check_with_dry_run(comm, {
             phase: (found, trace.traffic[phase], *seconds)
             for phase, found, *seconds in zip(PHASES, moved, counted, modelled)})
@@ -92,7 +92,7 @@ def waiting_model(one: Case, scheme, settings: Settings,
                          factor)
 
 
-def trace_rank(one: Case, scheme, settings: Settings, work: ModelledWork) -> Trace:
+def trace_row(one: Case, scheme, settings: Settings, work: ModelledWork) -> Trace:
     """Run the step of this rank dry."""
     grid, stack = scheme.grid, row_stack(one.variant, one.sizes, settings.recompute)
     return dry_run.extrapolate_step(
@@ -100,7 +100,7 @@ def trace_rank(one: Case, scheme, settings: Settings, work: ModelledWork) -> Tra
         options=one.variant.options(scheme.name), **stack.fields())
 
 
-def count_step(model: mm3d.Transformer, x: Any, dy: Any, clock: WorkClock) -> tuple[
+def count_phases(model: mm3d.Transformer, x: Any, dy: Any, clock: WorkClock) -> tuple[
         list[float], list[tuple[float, float]], list[dict]]:
     """Do a step; return by phase the seconds counted, (slept, overlapped), and the traffic."""
     counted, passed, moved = [], [], []

@@ -30,8 +30,8 @@ class TorchProcesses:
     Parameters
     ----------
     subject : str
-        The computation: "Layer", "ExpertsLayer", "Training", "ParallelTraining", "Stages" or
-        "ColossalLayer".
+        The computation: "TorchLayer", "TorchExpertsLayer", "TorchSteps", "ParallelTraining",
+        "Stages" or "ColossalLayer".
     case : dict
         Settings for all processes, with the "dtype"; needed on rank 0.
     arrays : mapping of str to ndarray, or None

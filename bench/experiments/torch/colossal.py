@@ -26,7 +26,7 @@ WORDS: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n}
 
 
-class Counts:
+class CollectiveCounter:
     """Count the collectives that a library calls through `torch.distributed`, and their words.
 
     Parameters
@@ -131,7 +131,7 @@ class ColossalLayer:
     def __init__(self, torch: Any, case: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
         self.torch, self.heads, self.ranks = torch, case["heads"], case["ranks"]
         self.depth = round(self.ranks ** (1 / 3))
-        self.counts = Counts(torch.distributed)
+        self.counts = CollectiveCounter(torch.distributed)
         self.place = self._launch(case)
         self.hidden = arrays["input"].shape[-1]
         self.p = {name.removeprefix("layers.0."): a for name, a in arrays.items()}

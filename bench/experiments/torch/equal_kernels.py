@@ -12,7 +12,7 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from bench.experiments.torch.child import TorchProcesses
-from bench.experiments.torch.serve import Product, product_seconds
+from bench.experiments.torch.serve import TimedProduct, product_seconds
 from bench.instruments.sampling import compare_in_turns, time_alone
 from bench.instruments.timing import Limits
 from bench.records.assembly import add_numbers
@@ -24,7 +24,7 @@ SIDES = ("mm3d", "PyTorch")
 
 
 @dataclass(frozen=True)
-class Kernels:
+class EqualKernels:
     """The seconds of both sides for the same products.
 
     Attributes
@@ -42,25 +42,26 @@ class Kernels:
     cores: int
 
 
-def add_kernels(record: Measurements, kernels: Kernels | None, torch_flops: float) -> Measurements:
+def add_kernels(record: Measurements, kernels: EqualKernels | None,
+                torch_flops: float) -> Measurements:
     """Add measured kernels to a record, if any, with the `torch_flops` of PyTorch's step."""
     return add_numbers(record, {"s": {"product_samples": kernels.samples}, "1": {
         "product_flops": kernels.flops, "torch_flops": float(torch_flops),
         "torch_cores": kernels.cores}}) if kernels else record
 
 
-def compare_kernels(products: Sequence[Product], dtype: str, backend: Backend,
-                    reference: TorchProcesses, seed: int) -> Kernels | None:
+def compare_kernels(products: Sequence[TimedProduct], dtype: str, backend: Backend,
+                    reference: TorchProcesses, seed: int) -> EqualKernels | None:
     """Measure products by one thread of rank 0 and one of PyTorch's, in turns.
 
     Parameters
     ----------
-    products : sequence of Product
+    products : sequence of TimedProduct
         The products of rank 0 in a step; every rank calls this.
 
     Returns
     -------
-    Kernels or None
+    EqualKernels or None
         None where the products are a device's, or there are none.
 
     Raises
@@ -85,13 +86,14 @@ def compare_kernels(products: Sequence[Product], dtype: str, backend: Backend,
     found, _ = compare_in_turns({side: partial(time_alone, measure, comm)
                                  for side, measure in zip(SIDES, (mine, theirs))},
                                 LIMITS, seed, comm)
-    return Kernels(np.array([[one.seconds for one in found[side]] for side in SIDES]),
-                   sum(2 * rows * n * columns * count for rows, n, columns, *_, count in products),
-                   reference.cores)
+    return EqualKernels(np.array([[one.seconds for one in found[side]] for side in SIDES]),
+                        sum(2 * rows * n * columns * count
+                            for rows, n, columns, *_, count in products),
+                        reference.cores)
 
 
-def step_flops(tokens: int, layers: int, hidden: int, seq: int, vocab: int = 0,
-               causal: bool = False, wide: float = 4.0) -> float:
+def gpt_step_flops(tokens: int, layers: int, hidden: int, seq: int, vocab: int = 0,
+                   causal: bool = False, wide: float = 4.0) -> float:
     """Compute the operations of the products of a training step of a GPT, or of its layers.
 
     `wide` is the width of the MLP over that of a token; with experts, of all those of a token.

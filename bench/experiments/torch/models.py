@@ -13,7 +13,7 @@ EXPERT_PARTS = ("up.bias", "up.weight", "down.bias", "down.weight")
 
 
 def transformer_layer(torch: Any, x: Any, p: dict[str, Any], heads: int, causal: bool = False,
-                      experts: "Experts | None" = None) -> Any:
+                      experts: "TorchExperts | None" = None) -> Any:
     """Compute the output of a layer from its input and its parameters by name.
 
     x + Attention(LN(x)), then y + MLP(LN(y)), as in `mm3d.Transformer`; the layer that has
@@ -44,7 +44,7 @@ def named_below(prefix: str, found: dict[str, Any]) -> dict[str, Any]:
     return {name.removeprefix(prefix): a for name, a in found.items() if name.startswith(prefix)}
 
 
-class Layer:
+class TorchLayer:
     """A Transformer layer, from an input and the gradient of the output."""
 
     def __init__(self, torch: Any, case: dict[str, Any], arrays: Arrays) -> None:
@@ -75,7 +75,7 @@ class Layer:
         return found | {f"gradient of {prefix}{name}": leaf.grad for name, leaf in self.p.items()}
 
 
-class Experts:
+class TorchExperts:
     """Layers of experts by autograd, with the balance loss and the z-loss of their routers.
 
     Their ways: "loop", products of the rows of one expert after the other; "padded", batched
@@ -183,7 +183,7 @@ class Experts:
         self.got.clear()
 
 
-class ExpertsLayer(Layer):
+class TorchExpertsLayer(TorchLayer):
     """One layer of experts, by each way and with each router."""
 
     def __init__(self, torch: Any, case: dict[str, Any], arrays: Arrays) -> None:
@@ -215,7 +215,7 @@ class ExpertsLayer(Layer):
         self.p["router.weight"] = self.torch.from_numpy(self.routers[routing]).requires_grad_()
         for leaf in (self.x, *self.p.values()):
             leaf.grad = None
-        experts = Experts(self.torch, self.case["routing"], way)
+        experts = TorchExperts(self.torch, self.case["routing"], way)
         begin = time.perf_counter()
         self.y = experts.compute(self.p, self.x)
         self.torch.autograd.backward((self.y, experts.losses),
@@ -228,10 +228,10 @@ class ExpertsLayer(Layer):
         return {name: a.numpy() for name, a in self.results("").items()}
 
 
-class Model:
+class TorchGPT:
     """The model of `mm3d.GPT` by autograd, from its parameters by name.
 
-    `routing` is for a model with experts, see `Experts`.
+    `routing` is for a model with experts, see `TorchExperts`.
     """
 
     def __init__(self, torch: Any, state: dict[str, Any], heads: int,
@@ -239,7 +239,7 @@ class Model:
         self.torch, self.heads = torch, heads
         self.use({name: torch.from_numpy(a.copy()).requires_grad_(
             not name.endswith("router.bias")) for name, a in state.items()})
-        self.experts = Experts(torch, routing) if routing else None
+        self.experts = TorchExperts(torch, routing) if routing else None
 
     def use(self, p: dict[str, Any]) -> None:
         """Compute with these parameters, tensors by name."""
@@ -261,12 +261,12 @@ class Model:
         return F.cross_entropy(logits.to(wide), targets.reshape(-1))
 
 
-def decays(name: str, a: Any) -> bool:
+def has_decay(name: str, a: Any) -> bool:
     """Return whether a parameter decays: weights of two dimensions or more, no biases."""
     return a.dim() > 1 and name.endswith("weight")
 
 
-def compute_gradients(model: Model, batch: Any, microbatches: int) -> float:
+def compute_gradients(model: TorchGPT, batch: Any, microbatches: int) -> float:
     """Compute loss and gradients of a batch, whose micro-batches are routed apart."""
     total = 0.0
     for part in batch.chunk(microbatches):
@@ -278,17 +278,17 @@ def compute_gradients(model: Model, batch: Any, microbatches: int) -> float:
     return total
 
 
-def make_optimizer(torch: Any, model: Model, case: dict[str, Any]) -> Any:
+def make_torch_optimizer(torch: Any, model: TorchGPT, case: dict[str, Any]) -> Any:
     """Create AdamW, where matrices decay and vectors do not, or SGD, whose decay `change` does."""
     if case["optimizer"] == "sgd":
         return torch.optim.SGD(model.p.values(), lr=case["lr"], momentum=case["momentum"])
-    groups = [{"params": [a for name, a in model.p.items() if decays(name, a) == decaying],
+    groups = [{"params": [a for name, a in model.p.items() if has_decay(name, a) == decaying],
                "weight_decay": case["weight_decay"] if decaying else 0.0}
               for decaying in (True, False)]
     return torch.optim.AdamW(groups, lr=case["lr"], betas=(0.9, 0.95), eps=1e-8, fused=True)
 
 
-def change(torch: Any, model: Model, optimizer: Any, case: dict[str, Any], rate: float) -> None:
+def change(torch: Any, model: TorchGPT, optimizer: Any, case: dict[str, Any], rate: float) -> None:
     """Change the parameters by their gradients, with this learning rate.
 
     PyTorch's SGD would add the decay to the gradient, and so to the momentum; mm3d multiplies
@@ -297,22 +297,22 @@ def change(torch: Any, model: Model, optimizer: Any, case: dict[str, Any], rate:
     if case["optimizer"] == "sgd":
         with torch.no_grad():
             for name, a in model.p.items():
-                if decays(name, a):
+                if has_decay(name, a):
                     a.mul_(1 - rate * case["weight_decay"])
     for group in optimizer.param_groups:
         group["lr"] = rate
     optimizer.step()
 
 
-class Training:
+class TorchSteps:
     """The training of a GPT, step by step."""
 
     def __init__(self, torch: Any, case: dict[str, Any], arrays: Arrays) -> None:
         self.torch, self.case = torch, case
         self.steps, self.held_out = (torch.from_numpy(arrays.pop(name).astype(np.int64))
                                      for name in ("tokens of steps", "tokens of validation"))
-        self.model = Model(torch, arrays, case["heads"], case["routing"])
-        self.optimizer = make_optimizer(torch, self.model, case)
+        self.model = TorchGPT(torch, arrays, case["heads"], case["routing"])
+        self.optimizer = make_torch_optimizer(torch, self.model, case)
 
     def step(self, number: str) -> dict[str, float]:
         """Take a step; return its loss, begin and end."""

@@ -9,8 +9,8 @@ from typing import Any, Callable
 
 import numpy as np
 
-KINDS = {"ddp": "DistributedDataParallel", "fsdp2": "fully_shard (FSDP2)",
-         "tp": "parallelize_module (tensor parallelism)", "one": "one process"}
+PARALLELS = {"ddp": "DistributedDataParallel", "fsdp2": "fully_shard (FSDP2)",
+             "tp": "parallelize_module (tensor parallelism)", "one": "one process"}
 LINEAR = {"qkv": "attention.qkv", "proj": "attention.proj", "up": "mlp.up", "down": "mlp.down"}
 
 
@@ -58,7 +58,8 @@ def model_class(torch: Any) -> type:
     return Model
 
 
-def load(torch: Any, model: Any, state: dict[str, np.ndarray], heads: int, parts: int) -> None:
+def load_parameters(torch: Any, model: Any, state: dict[str, np.ndarray], heads: int,
+                    parts: int) -> None:
     """Load parameters named as `mm3d.GPT.state`; columns of qkv in the order of `parts` ranks."""
     def by_rank(a: np.ndarray) -> np.ndarray:
         dealt = a.reshape(*a.shape[:-1], 3, parts, heads // parts, -1)
@@ -83,7 +84,7 @@ class ParallelTraining:
     Parameters
     ----------
     case : dict
-        Sizes, the optimizer, "kind", one of `KINDS`, and "rank" and "ranks".
+        Sizes, the optimizer, "kind", one of `PARALLELS`, and "rank" and "ranks".
     arrays : dict of str to ndarray
         Parameters, "tokens" and "targets" of the whole batch.
     """
@@ -109,7 +110,7 @@ class ParallelTraining:
     def _make_one(self, case: dict[str, Any], state: dict[str, np.ndarray], parts: int = 1,
                   **options: Any) -> Any:
         model = model_class(self.torch)(case, **options)
-        load(self.torch, model, state, case["heads"], parts)
+        load_parameters(self.torch, model, state, case["heads"], parts)
         return model
 
     def _make_ddp(self, case: dict[str, Any], state: dict[str, np.ndarray]) -> Any:

@@ -8,9 +8,10 @@ from typing import Any, Callable
 
 import numpy as np
 
-SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B",
-             "interleaved": "ScheduleInterleaved1F1B", "zb-h1": "ScheduleInterleavedZeroBubble",
-             "zb-v": "ScheduleZBVZeroBubble"}
+TORCH_SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B",
+                   "interleaved": "ScheduleInterleaved1F1B",
+                   "zb-h1": "ScheduleInterleavedZeroBubble",
+                   "zb-v": "ScheduleZBVZeroBubble"}
 ONE_STAGE = ("gpipe", "1f1b")    # their classes take the stage itself, the others a list
 STEP = 1024    # between the numbers of successive micro-batches; more than there are stages
 
@@ -167,7 +168,7 @@ class Stages:
         for stage in stages:
             self._record(stage)
         kind = case["schedule"].partition(":")[0]
-        self.schedule = getattr(pipelining, SCHEDULES[kind])(
+        self.schedule = getattr(pipelining, TORCH_SCHEDULES[kind])(
             stages[0] if kind in ONE_STAGE else stages, case["microbatches"],
             loss_fn=loss_class(torch).apply, scale_grads=False)
         self.inputs = tuple(torch.from_numpy(arrays[name]) for name in ("inputs",)

@@ -31,10 +31,10 @@ WORK, CALLS = 1e8, 100
 SETTINGS = re.compile(r"(MKL|OMP|KMP|GOMP|MALLOC|DNNL|ONEDNN|TORCH)_\w+|LD_PRELOAD")
 # A product of matrices: rows, n and columns; whether each matrix has contiguous columns; and how
 # many times it is computed.
-Product = tuple[int, int, int, bool, bool, int]
+TimedProduct = tuple[int, int, int, bool, bool, int]
 
 
-def product_seconds(products: Sequence[Product], make: Callable[[int, int], Any],
+def product_seconds(products: Sequence[TimedProduct], make: Callable[[int, int], Any],
                     multiply: Callable[[Any, Any, Any], object]) -> float:
     """Return the seconds of all products, each timed alone.
 
@@ -61,7 +61,7 @@ def product_seconds(products: Sequence[Product], make: Callable[[int, int], Any]
 
 def subject_class(name: str) -> type:
     """Return the class of a subject, which takes the library, the case, and the arrays."""
-    if name in ("Layer", "ExpertsLayer", "Training"):
+    if name in ("TorchLayer", "TorchExpertsLayer", "TorchSteps"):
         import models
         return getattr(models, name)
     if name == "Stages":

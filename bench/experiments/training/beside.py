@@ -11,11 +11,11 @@ import numpy as np
 from bench.checks.passed import require_passed
 from bench.errors import UsageError
 from bench.experiments.torch.child import TorchProcesses
-from bench.experiments.torch.equal_kernels import add_kernels, compare_kernels, step_flops
-from bench.experiments.torch.parallel import KINDS
+from bench.experiments.torch.equal_kernels import add_kernels, compare_kernels, gpt_step_flops
+from bench.experiments.torch.parallel import PARALLELS
 from bench.experiments.training import verification
 from bench.experiments.training.record import mesh_settings
-from bench.experiments.training.timed_step import OPTIMIZER, PARTS, TimedTraining
+from bench.experiments.training.timed_step import ADAMW_OPTIONS, STEP_PARTS, TimedTraining
 from bench.instruments.clock import Clock
 from bench.instruments.sampling import compare_in_turns, measured_environment, time_side
 from bench.instruments.timing import Limits
@@ -29,13 +29,13 @@ OWN = "mm3d"
 FIRST_STEPS = 3     # steps whose losses must agree
 # Relative tolerances: losses of first steps and after the last, and norm of the first gradient.
 LOSS, LAST_LOSS, NORM = 1e-4, 1e-2, 1e-4
-LIMITS = Limits(5, 30, 120.0)    # by default
+STEP_LIMITS = Limits(5, 30, 120.0)    # by default
 
 
 def refuse_division(case: Model, kinds: Sequence[str], ranks: int) -> None:
     """Raise UsageError for what PyTorch's parallelism cannot divide evenly."""
-    if unknown := [kind for kind in kinds if kind not in KINDS]:
-        raise UsageError(f"--torch-parallel {','.join(unknown)}: {', '.join(KINDS)} would do")
+    if unknown := [kind for kind in kinds if kind not in PARALLELS]:
+        raise UsageError(f"--torch-parallel {','.join(unknown)}: {', '.join(PARALLELS)} would do")
     if len(set(kinds)) < len(kinds):
         raise UsageError(f"--torch-parallel {','.join(kinds)}: each at most once would do")
     for kind, name, count in (("ddp", "batch", case.batch), ("fsdp2", "batch", case.batch),
@@ -60,7 +60,7 @@ def measure_beside(subject: TimedTraining, python: str | None, kinds: Sequence[s
     python : str or None
         An interpreter that has PyTorch; None measures mm3d alone.
     kinds : sequence of str
-        PyTorch's sides, of `bench.experiments.torch.parallel.KINDS`.
+        PyTorch's sides, of `bench.experiments.torch.parallel.PARALLELS`.
 
     Returns
     -------
@@ -84,7 +84,7 @@ def measure_beside(subject: TimedTraining, python: str | None, kinds: Sequence[s
             arrays = {**state, "tokens": subject.batch[0], "targets": subject.batch[1]}
             for kind in kinds:
                 references[kind] = stack.enter_context(closing(TorchProcesses(
-                    python, "ParallelTraining", {**case.settings(), **OPTIMIZER, "kind": kind},
+                    python, "ParallelTraining", {**case.settings(), **ADAMW_OPTIONS, "kind": kind},
                     None if comm.rank else arrays, comm, f"train by --torch-parallel {kind}",
                     1 if kind == "one" else comm.size)))
             del state, arrays
@@ -102,7 +102,7 @@ def measure_beside(subject: TimedTraining, python: str | None, kinds: Sequence[s
                             for one in samples] for side, samples in found.items()]).T
         checks += compare_losses(losses[-1], list(found), "last loss", LAST_LOSS)
         require_passed(checks)
-        about = [f"{KINDS[kind]}: {one.about}" for kind, one in references.items()
+        about = [f"{PARALLELS[kind]}: {one.about}" for kind, one in references.items()
                  if comm.rank == 0]
     parts = comm.gather(subject.trace(clock))
     environs = measured_environment(subject.mesh.scheme.grid.backend.name, comm)
@@ -113,16 +113,16 @@ def measure_beside(subject: TimedTraining, python: str | None, kinds: Sequence[s
                 "torch": "; ".join(about) or "none"}
     record = make_record(KIND, settings, environs, {
         "s": {"times": times.swapaxes(0, 1), "part_seconds": parts}, "1": {"loss": losses}},
-        checks, side=list(found), part=PARTS)
-    return add_kernels(record, kernels, step_flops(
+        checks, side=list(found), part=STEP_PARTS)
+    return add_kernels(record, kernels, gpt_step_flops(
         case.batch * case.seq, case.layers, case.hidden, case.seq, case.vocab, causal=True))
 
 
 def step_settings(subject: TimedTraining) -> dict:
     """Return the settings of a record: model, mesh and machine."""
     return {**subject.case.settings(), "optimizer": "adamw",
-            **{name: value for name, value in OPTIMIZER.items() if name != "betas"},
-            "beta1": OPTIMIZER["betas"][0], "beta2": OPTIMIZER["betas"][1],
+            **{name: value for name, value in ADAMW_OPTIONS.items() if name != "betas"},
+            "beta1": ADAMW_OPTIONS["betas"][0], "beta2": ADAMW_OPTIONS["betas"][1],
             "mesh": str(subject.division), **mesh_settings(subject.mesh, subject.division)}
 
 

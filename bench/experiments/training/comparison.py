@@ -7,10 +7,10 @@ import numpy as np
 
 from bench.agreement import agree
 from bench.errors import UsageError
-from bench.experiments.training.meshes import (
-    count_ranks, list_mesh_cases, one_rank_of, reference_of)
+from bench.experiments.training.meshes import (list_mesh_cases, one_rank_of, ranks_of_mesh,
+                                               reference_of)
 from bench.experiments.training.plan import Plan, make_optimizer
-from bench.experiments.training.rounding_bounds import LARGEST, rounding_bounds
+from bench.experiments.training.rounding_bounds import LARGEST_BOUND, rounding_bounds
 from bench.experiments.training.text import Text
 from bench.instruments.sampling import measured_environment
 from bench.instruments.timing import unwatched
@@ -143,8 +143,8 @@ def check_cases(comm: Any, cases: list[Division], plan: Plan) -> None:
     """Raise UsageError, on all ranks, unless the model can be divided on every mesh."""
     problem = None
     for case in cases:
-        part = comm.Split(comm.rank >= count_ranks(case), comm.rank)
-        if comm.rank < count_ranks(case):
+        part = comm.Split(comm.rank >= ranks_of_mesh(case), comm.rank)
+        if comm.rank < ranks_of_mesh(case):
             try:
                 model = GPT(Config(plan, case), part)
                 make_optimizer(plan, model)
@@ -159,9 +159,9 @@ def train_case(comm: Any, case: Division, plan: Plan, text: Text,
                watched: Callable[..., ContextManager],
                begin: str | None = None) -> MeshTraining | None:
     """Train on one mesh as `train_steps`; return its result on rank 0, None on the others."""
-    part = comm.Split(comm.rank >= count_ranks(case), comm.rank)
+    part = comm.Split(comm.rank >= ranks_of_mesh(case), comm.rank)
     result = problem = None
-    if comm.rank < count_ranks(case):
+    if comm.rank < ranks_of_mesh(case):
         try:
             result = train_steps(part, case, plan, text, watched, begin)
         except ValueError as error:
@@ -213,7 +213,7 @@ def comparison_record(plan: Plan, text: Text, cases: list[Division],
     rounding = found[cases[0]].differences(exact) if exact else None
     checks = [Check(f"{name} of {case}", differences[case][name], bound)
               for case in compared for name, bound in rounding_bounds(plan, rounding).items()]
-    checks += [Check(f"rounding: {name}", error, LARGEST)
+    checks += [Check(f"rounding: {name}", error, LARGEST_BOUND)
                for name, error in (rounding or {}).items()]
     bitwise = np.full(len(cases), np.nan)
     for number, case in enumerate(cases):
@@ -222,7 +222,7 @@ def comparison_record(plan: Plan, text: Text, cases: list[Division],
             checks.append(Check(f"bits of {case} as of {reference(case)}",
                                 1 - bitwise[number], 0.0))
     numbers = {"loss": [found[case].losses for case in cases],
-               "ranks": [count_ranks(case) for case in cases], "bitwise": bitwise,
+               "ranks": [ranks_of_mesh(case) for case in cases], "bitwise": bitwise,
                **{f"{name}_difference": [differences[case][name] for case in cases]
                   for name in COMPARED[1:]}}
     settings = {**plan.settings(), "text": text.name, "text_digest": text.digest,

@@ -6,13 +6,13 @@ from typing import Any, Callable
 
 from mm3d.config import Division
 from mm3d.model.experts.options import ExpertOptions
-from mm3d.training.schedules import registry
+from mm3d.training.schedules import all_builders
 
 SERIAL = Division(scheme="serial")
-SCHEDULES = tuple(name for name in registry() if name != "auto")
+SCHEDULES = tuple(name for name in all_builders() if name != "auto")
 
 
-def count_ranks(mesh: Division) -> int:
+def ranks_of_mesh(mesh: Division) -> int:
     """Return how many ranks a mesh has."""
     return mesh.data * mesh.stages * math.prod(mesh.grid or (1,))
 
@@ -72,7 +72,7 @@ def list_mesh_cases(ranks: int, experts: ExpertOptions | None = None) -> list[Di
     else:
         add(SERIAL, microbatches=2)
         found += [case for case in cases_of_experts() if case.expert_parallel <= experts.count]
-    return [case for case in found if count_ranks(case) <= ranks]
+    return [case for case in found if ranks_of_mesh(case) <= ranks]
 
 
 def cases_of_experts() -> list[Division]:
@@ -112,5 +112,5 @@ def one_rank_of(cases: list[Division],
     With experts it has as many micro-batches as the case, otherwise one.
     """
     serial = {case.microbatches: case for case in cases
-              if case.given().keys() <= {"scheme", "microbatches"} and count_ranks(case) == 1}
+              if case.given().keys() <= {"scheme", "microbatches"} and ranks_of_mesh(case) == 1}
     return lambda case: serial[case.microbatches if experts else 1]

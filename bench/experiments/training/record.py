@@ -8,7 +8,7 @@ from bench.experiments.torch.equal_kernels import add_kernels
 from bench.experiments.training.history import History
 from bench.experiments.training.plan import Plan, make_optimizer
 from bench.experiments.training.torch_training import TorchTraining, products_flops
-from bench.experiments.training.trainer import Course, TrainingEnd, Training
+from bench.experiments.training.trainer import Course, TrainingEnd, TrainingRun
 from bench.instruments.sampling import measured_environment
 from bench.records.assembly import make_record, transport_names
 from bench.records.measurements import Check, Measurements, Setting, grid_settings
@@ -22,13 +22,13 @@ KIND = "training"
 BESIDE = 0.02    # the largest difference of validation losses, a training beside another
 
 
-def training_record(training: Training, course: Course, outcome: TrainingEnd,
+def training_record(training: TrainingRun, course: Course, outcome: TrainingEnd,
                     beside: TorchTraining | None = None) -> Measurements | None:
     """Make the record of a training; on rank 0, None on the others.
 
     Parameters
     ----------
-    training, course, outcome : Training, Course, TrainingEnd
+    training, course, outcome : TrainingRun, Course, TrainingEnd
         The training, its course and its outcome; every rank calls this.
     beside : TorchTraining, optional
         The same training by PyTorch.
@@ -65,7 +65,7 @@ def training_record(training: Training, course: Course, outcome: TrainingEnd,
     return add_kernels(record, beside and beside.kernels, products_flops(plan))
 
 
-def training_settings(training: Training, course: Course,
+def training_settings(training: TrainingRun, course: Course,
                       outcome: TrainingEnd) -> dict[str, Setting]:
     """Return the settings of a record: what was trained, where, and how it ended."""
     mesh, division = training.mesh, training.division

@@ -27,7 +27,7 @@ from bench.experiments.training.text import VOCAB
 FACTOR = 4.0
 # The aim in float64, whatever the sizes.
 FLOAT64 = {"loss": 1e-12, "gradients": 1e-11, "weights": 1e-11}
-LARGEST = 1e-3    # rounding of one rank that hides no wrong sum
+LARGEST_BOUND = 1e-3    # rounding of one rank that hides no wrong sum
 
 
 def forward_terms(plan: Plan) -> int:

@@ -66,7 +66,7 @@ class Text:
                              f"smaller --batch and --seq, would do")
 
 
-def read_text(path: str | None = None) -> Text:
+def read_training_text(path: str | None = None) -> Text:
     """Read the bytes of a file, or without one the text that comes with every Python.
 
     Raises UsageError when the file cannot be read.
@@ -87,12 +87,12 @@ def read_text(path: str | None = None) -> Text:
 
 
 def share_text(path: str | None, batch: int, seq: int, comm) -> Text:
-    """Read a text on rank 0 and return it on every rank; errors as those of `read_text`.
+    """Read a text on rank 0 and return it on every rank; errors as those of `read_training_text`.
 
     Raises UsageError on every rank alike, also when it is too short for batches of this size.
     """
     def checked() -> Text:
-        text = read_text(path)
+        text = read_training_text(path)
         text.check(batch, seq)
         return text
     return broadcast_from_rank_0(checked, comm)

@@ -9,8 +9,8 @@ from mpi4py import MPI
 from bench.errors import UsageError, as_usage_error
 from bench.experiments.experts.problem import routing_settings
 from bench.experiments.torch.child import TorchProcesses
-from bench.experiments.torch.equal_kernels import Kernels, compare_kernels, step_flops
-from bench.experiments.torch.serve import Product
+from bench.experiments.torch.equal_kernels import EqualKernels, compare_kernels, gpt_step_flops
+from bench.experiments.torch.serve import TimedProduct
 from bench.experiments.training.history import History
 from bench.experiments.training.plain_gpt import State
 from bench.experiments.training.plan import Plan
@@ -28,13 +28,13 @@ class TorchTraining:
         Version, threads and instructions of the library.
     history : History
         Losses and seconds of all steps, and validations.
-    kernels : Kernels or None
+    kernels : EqualKernels or None
         The seconds of both sides for the same products.
     """
 
     about: str
     history: History
-    kernels: Kernels | None = None
+    kernels: EqualKernels | None = None
 
 
 def check_torch(plan: Plan) -> None:
@@ -51,7 +51,7 @@ def check_torch(plan: Plan) -> None:
 def train_by_torch(python: str, plan: Plan, text: Text, state: State, steps: int,
                    validated: Iterable[int], validation_batches: int,
                    report: Callable[[int, History], None] = lambda step, history: None,
-                   microbatches: int = 1, products: Sequence[Product] = ()) -> TorchTraining:
+                   microbatches: int = 1, products: Sequence[TimedProduct] = ()) -> TorchTraining:
     """Train a model by PyTorch, from the same state on the same batches in the same order.
 
     Parameters
@@ -62,7 +62,7 @@ def train_by_torch(python: str, plan: Plan, text: Text, state: State, steps: int
         Called after each step and each validation with the number of steps done.
     microbatches : int
         Parts of a batch whose tokens are routed together; without experts it changes nothing.
-    products : sequence of Product
+    products : sequence of TimedProduct
         Products whose seconds compare the kernels of both sides.
 
     Raises
@@ -72,7 +72,7 @@ def train_by_torch(python: str, plan: Plan, text: Text, state: State, steps: int
     """
     together = microbatches if plan.experts else 1
     # Beside this rank alone: the others may have PyTorch, too, or do something else.
-    process = TorchProcesses(python, "Training", describe_case(plan, steps, together),
+    process = TorchProcesses(python, "TorchSteps", describe_case(plan, steps, together),
                              {**state, **draw_tokens(plan, text, steps, validation_batches)},
                              MPI.COMM_SELF, "train the model")
     history, at = History(), {*validated}
@@ -118,9 +118,9 @@ def products_flops(plan: Plan) -> float:
     """Compute the operations of PyTorch's products in a step."""
     sizes = plan.batch * plan.seq, plan.layers, plan.hidden, plan.seq, VOCAB, True
     if plan.experts is None:
-        return step_flops(*sizes)
+        return gpt_step_flops(*sizes)
     with_experts = plan.layers // plan.experts.every
-    return step_flops(*sizes, wide=4 + 4 * (plan.experts.top - 1) * with_experts / plan.layers)
+    return gpt_step_flops(*sizes, wide=4 + 4 * (plan.experts.top - 1) * with_experts / plan.layers)
 
 
 def joined(tokens: np.ndarray, targets: np.ndarray) -> np.ndarray:

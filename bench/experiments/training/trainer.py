@@ -67,7 +67,7 @@ class TrainingEnd:
     checks: list[Check]
 
 
-class Training:
+class TrainingRun:
     """A model, its optimizer and its text on the ranks of a communicator.
 
     Raises UsageError on every rank alike, for what cannot be trained so.
@@ -138,8 +138,9 @@ class Training:
         self.model.free()
 
 
-def train(training: Training, course: Course,
-          report: Callable[[int, History], None] = lambda step, history: None) -> TrainingEnd:
+def run_training(training: TrainingRun, course: Course,
+                 report: Callable[[int, History], None] = lambda step, history: None
+                 ) -> TrainingEnd:
     """Train from the newest checkpoint, or from the start, until all steps are done or it stops.
 
     Every rank calls this.
@@ -203,7 +204,7 @@ def clipping_remedy(plan: Plan) -> str:
     return "" if plan.clip else ", or a --clip above 0"
 
 
-def lost_loss(training: Training, outcome: TrainingEnd) -> str:
+def lost_loss(training: TrainingRun, outcome: TrainingEnd) -> str:
     """Return what is wrong with the last loss, on every rank; empty where it is finite.
 
     Loss scaling skips a step whose gradients are not finite, also where every step is such a one.
@@ -217,7 +218,7 @@ def lost_loss(training: Training, outcome: TrainingEnd) -> str:
     return broadcast_from_rank_0(said, training.comm)
 
 
-def open_history(training: Training, course: Course) -> HistoryFile | None:
+def open_history(training: TrainingRun, course: Course) -> HistoryFile | None:
     """Open the history on rank 0; None on the others, and without a folder."""
     if course.checkpoints is None:
         return None
@@ -226,7 +227,7 @@ def open_history(training: Training, course: Course) -> HistoryFile | None:
         **training.settings(), "validation_batches": course.validation_batches}), training.comm)
 
 
-def restore_newest(training: Training, course: Course) -> int:
+def restore_newest(training: TrainingRun, course: Course) -> int:
     """Restore the newest checkpoint, if there is one; return the number of steps done.
 
     Raises StoreError on every rank alike, when it is damaged, of another model, or unseen by one.
@@ -245,7 +246,7 @@ def restore_newest(training: Training, course: Course) -> int:
         raise StoreError(str(error)) from error
 
 
-def save_checkpoint(training: Training, course: Course, done: int) -> None:
+def save_checkpoint(training: TrainingRun, course: Course, done: int) -> None:
     """Save a checkpoint after `done` steps.
 
     Raises
@@ -274,7 +275,7 @@ def is_due(done: int, steps: int, every: int) -> bool:
     return done % every == 0 or done == steps
 
 
-def timed_step(training: Training, steps: Iterator[tuple[int, float]], step: int,
+def timed_step(training: TrainingRun, steps: Iterator[tuple[int, float]], step: int,
                stop: Stop) -> tuple[float, float, str]:
     """Take the next step, of this number.
 

@@ -17,10 +17,10 @@ from bench.prediction.machine_model import Curve, Level, Line, Machine
 from bench.prediction.seconds import barriers, link_level, step_seconds, uncopied_collectives
 from bench.prediction.work import Work, trace_work
 from bench.records.measurements import Measurements
-from mm3d.tracing.events import Collective, Gemm, Pass
+from mm3d.tracing.events import Collective, Gemm, MemoryPass
 
 DTYPE = "float32"    # of passes and steps, and of the products by which others are predicted
-Shape = tuple[int, int, int]    # m, n and k of a product
+ProductSizes = tuple[int, int, int]    # m, n and k of a product
 NO_LINKS = Level(0.0, 1e15)    # of one rank, which sends nothing
 
 
@@ -43,7 +43,7 @@ class ProductFit:
     start: float
     rate: float
     half: tuple[float, float, float]
-    errors: dict[Shape, float]
+    errors: dict[ProductSizes, float]
 
     @property
     def deviations(self) -> dict[str, float]:
@@ -102,7 +102,7 @@ def group_by_first(times: dict[tuple, float]) -> dict[str, dict[tuple, float]]:
     return found
 
 
-def fit_products(times: dict[Shape, float]) -> ProductFit:
+def fit_products(times: dict[ProductSizes, float]) -> ProductFit:
     """Fit seconds = start + flops / rate (1 + sum of half / edge / 3) by relative squares."""
     shapes = np.array(list(times), float)
     took = np.array(list(times.values()))
@@ -177,7 +177,7 @@ def fit_step_losses(machine: Machine, works: Sequence[Work], took: np.ndarray) -
         for event, times in trace.count(Collective).items():
             waits[level_of(event), event.size] += times * barriers(event)
         rows.append([sum(step_seconds(machine, trace).values()),
-                     (trace.count(Gemm) + trace.count(Pass)).total(),
+                     (trace.count(Gemm) + trace.count(MemoryPass)).total(),
                      *(math.fsum(waits[level, size] * share for size, share in some.items())
                        for level, some in shares.items())])
     terms = np.array(rows) / took[:, None]

@@ -98,7 +98,7 @@ def list_models(cluster: Cluster | None, many: bool = False) -> tuple[tuple[int,
     return (long,) if many else ((hidden // 2, heads, batch, seq // 2, layers), long)
 
 
-def measure_samples(comm, progress: whole_steps.Progress = lambda line: None,
+def measure_samples(comm, progress: whole_steps.Report = lambda line: None,
                     extent: Extent | None = None) -> Measurements | None:
     """Measure this machine with all ranks of `comm`.
 
@@ -127,7 +127,7 @@ def measure_samples(comm, progress: whole_steps.Progress = lambda line: None,
     """
     transport = operands.default_transport(comm)
     cluster = find_cluster(number_nodes(comm), Cluster.from_environment())
-    memory = check_memory(comm.size, total_memory())
+    memory = read_memory(comm.size, total_memory())
     if cluster:
         transport = transports_of_lines(comm)
     extent = extent or choose_extent(comm.size, cluster, memory)
@@ -144,7 +144,7 @@ def measure_samples(comm, progress: whole_steps.Progress = lambda line: None,
         for dtype in DTYPES:
             found |= operations_alone.measure_products(comm, work, dtype, extent.shapes)
         found |= operations_alone.measure_passes(comm, work, extent.sizes)
-        found |= operations_alone.measure_collectives(comm, collective, extent.collectives)
+        found |= operations_alone.time_collectives(comm, collective, extent.collectives)
         for point, taken in found.items():
             operations[point] += taken
         progress(f"round {turn // extent.steps} of {extent.rounds}: products, elementwise passes "
@@ -158,8 +158,9 @@ def measure_samples(comm, progress: whole_steps.Progress = lambda line: None,
         "memory_bytes": memory, "elementwise_block": backends.get("numpy").block}
     if comm.rank:
         return None
-    return record.make_record(operations, extent.works, steps.sum(axis=-1), checks,
-                              {"transport": transport, "rounds": extent.rounds}, environment)
+    return record.make_calibration_record(operations, extent.works, steps.sum(axis=-1), checks,
+                                          {"transport": transport, "rounds": extent.rounds},
+                                          environment)
 
 
 def find_cluster(nodes: Sequence[int], cluster: Cluster | None) -> Cluster | None:
@@ -180,7 +181,7 @@ def find_cluster(nodes: Sequence[int], cluster: Cluster | None) -> Cluster | Non
     return cluster
 
 
-def check_memory(ranks: int, memory: int | None) -> int:
+def read_memory(ranks: int, memory: int | None) -> int:
     """Return the bytes of this machine's memory.
 
     Raises UsageError when they are unknown, or too few for the ranks.

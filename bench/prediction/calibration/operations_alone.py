@@ -40,8 +40,8 @@ LINK_SECONDS = 0.25    # that a collective may keep the links of an emulated clu
 LINK_SAMPLE = 0.1    # seconds
 FILL = 0.5   # every element of the operands of elementwise work
 ROW = 256    # elements of a row, in passes that sum rows or columns
-Step = Callable[[], object]
-Take = Callable[[Step], list[float]]    # the samples of a step, the same on every rank
+RepeatedCall = Callable[[], object]
+Take = Callable[[RepeatedCall], list[float]]    # the samples of a step, the same on every rank
 
 
 def makespan_sampler(comm, least: float = sampling.SAMPLE) -> Take:
@@ -49,7 +49,7 @@ def makespan_sampler(comm, least: float = sampling.SAMPLE) -> Take:
     `least` seconds, over their number."""
     clock = Clock(comm)
 
-    def take(step: Step) -> list[float]:
+    def take(step: RepeatedCall) -> list[float]:
         sample = sampling.makespans(step, comm, lambda: None, clock, least)
         return [sample() for _ in range(SAMPLES)]
     return take
@@ -69,7 +69,7 @@ def processor_sampler(comm, cores: int, now: Callable[[], float] = time.process_
     now : callable, optional
         Returns the processor time of this rank.
     """
-    def take(step: Step) -> list[float]:
+    def take(step: RepeatedCall) -> list[float]:
         def span(calls: int) -> float:
             comm.Barrier()
             start = now()
@@ -197,7 +197,7 @@ def line_grid(comm, size: int, stride: int) -> mm3d.Grid:
     return mm3d.Grid(comm, "numpy", x=comm.size // size // stride, y=size, z=stride)
 
 
-def measure_collectives(comm, take: Take, points: Sequence[Point]) -> dict[Point, list[float]]:
+def time_collectives(comm, take: Take, points: Sequence[Point]) -> dict[Point, list[float]]:
     """Measure collectives of float32 along all lines of a size and stride at once.
 
     Pieces are those of an array whose last dimension is divided, and which is nearly square.

@@ -42,9 +42,10 @@ def parse_operation(label: str) -> Point:
     return kind, name, int(size), int(stride), bool(WAYS.index(way)), int(length)
 
 
-def make_record(operations: Mapping[Point, Sequence[float]], works: Sequence[Work],
-                steps: np.ndarray, checks: list[Check], configuration: Mapping[str, Setting],
-                environment: Mapping[str, Setting]) -> Measurements:
+def make_calibration_record(operations: Mapping[Point, Sequence[float]], works: Sequence[Work],
+                            steps: np.ndarray, checks: list[Check],
+                            configuration: Mapping[str, Setting],
+                            environment: Mapping[str, Setting]) -> Measurements:
     """Make the record of a calibration.
 
     Parameters

@@ -8,8 +8,8 @@ import numpy as np
 
 from bench.errors import UsageError
 from bench.least_squares import solve_nonnegative
-from bench.prediction.calibration.fit import ProductFit, Shape, fit_products
-from bench.prediction.logs.rates import heading, read_rates
+from bench.prediction.calibration.fit import ProductFit, ProductSizes, fit_products
+from bench.prediction.logs.rates import read_heading, read_rates
 from bench.prediction.logs.reading import MESSAGE, STREAM, LogFile, LogReader, Series
 from bench.prediction.machine_model import Machine
 from bench.prediction.seconds import message_steps, ring_bytes
@@ -40,7 +40,7 @@ class Logs:
     """
 
     series: list[Series]
-    products: dict[str, dict[Shape, float]]
+    products: dict[str, dict[ProductSizes, float]]
     tables: list[str]
     per_node: int
     problems: list[str]
@@ -82,11 +82,11 @@ def read_logs(files: Sequence[LogFile]) -> Logs:
     their problems.
     """
     series: list[Series] = []
-    products: dict[str, dict[Shape, float]] = {}
+    products: dict[str, dict[ProductSizes, float]] = {}
     tables, problems, most = [], [], 0
     for one in files:
         text = read_text(one.path, f"--from {one.path}", "a text file")
-        if heading(text):
+        if read_heading(text):
             rates, said = read_rates(one.name, text)
             for dtype, times in rates.items():
                 products.setdefault(dtype, {}).update(times)
@@ -106,7 +106,7 @@ def read_logs(files: Sequence[LogFile]) -> Logs:
     return Logs(series, products, tables, most, problems)
 
 
-def fit_links(series: Sequence[Series]) -> list[LinkFit]:
+def fit_logged_links(series: Sequence[Series]) -> list[LinkFit]:
     """Fit each link that was measured, by relative least squares.
 
     A collective takes as many messages as in predictions, and moves as many bytes through a rank
@@ -148,7 +148,7 @@ def _errors(latency: float, rate: float | None, one: Series) -> np.ndarray:
     return (messages * latency + (moved / rate if rate else 0)) / seconds - 1
 
 
-def fit_rates(products: dict[str, dict[Shape, float]]) -> dict[str, ProductFit]:
+def fit_rates(products: dict[str, dict[ProductSizes, float]]) -> dict[str, ProductFit]:
     """Fit the rate of each dtype, those with the most shapes first."""
     return {dtype: fit_products(times) for dtype, times in sorted(
         products.items(), key=lambda item: -len(item[1]))}

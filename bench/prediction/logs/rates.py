@@ -4,7 +4,7 @@ import csv
 import io
 import math
 
-from bench.prediction.calibration.fit import Shape
+from bench.prediction.calibration.fit import ProductSizes
 from bench.prediction.logs.reading import LEAST
 from mm3d.names import find_name
 
@@ -18,7 +18,7 @@ MOST = 2 ** 40    # of an edge, whose products have floats
 NEEDED = ("dtype", "m", "n", "k")
 
 
-def heading(text: str) -> list[str]:
+def read_heading(text: str) -> list[str]:
     """Return the names of a table's columns, in small letters; [] if it is none of products."""
     first = next((line for line in text.splitlines() if line.strip()), "")
     try:
@@ -28,7 +28,7 @@ def heading(text: str) -> list[str]:
     return names if {"m", "n", "k"} <= {*names} else []
 
 
-def read_rates(name: str, text: str) -> tuple[dict[str, dict[Shape, float]], list[str]]:
+def read_rates(name: str, text: str) -> tuple[dict[str, dict[ProductSizes, float]], list[str]]:
     """Read the rows of a table.
 
     Parameters
@@ -42,13 +42,13 @@ def read_rates(name: str, text: str) -> tuple[dict[str, dict[Shape, float]], lis
         Seconds by dtype and (m, n, k), of a shape given twice the least; and a line for each row
         that is not used.
     """
-    columns = heading(text)
+    columns = read_heading(text)
     told = [one for one in (*SECONDS, *RATES) if one in columns]
     missing = [one for one in NEEDED if one not in columns]
     if missing or len(told) != 1:
         wanted = f"columns {', '.join(NEEDED)} and one of {', '.join((*SECONDS, *RATES))}"
         return {}, [f"{name}:1: {wanted} would do, not {', '.join(columns)}"]
-    found: dict[str, dict[Shape, float]] = {}
+    found: dict[str, dict[ProductSizes, float]] = {}
     problems = []
     try:
         rows = [*enumerate(read_rows(text), 1)]
@@ -78,7 +78,7 @@ def read_rows(text: str) -> list[list[str]]:
         raise ValueError(f"no CSV: {error}") from error
 
 
-def _product(row: dict[str, str], told: str) -> tuple[str, Shape, float]:
+def _product(row: dict[str, str], told: str) -> tuple[str, ProductSizes, float]:
     """Return dtype, shape and seconds of a row; ValueError says what is wrong."""
     dtype = DTYPES[find_name(row["dtype"], DTYPES, "dtype")]
     try:

@@ -26,7 +26,7 @@ WAYS = ("gather", "ring")
 
 
 @dataclass(frozen=True)
-class Way:
+class ContextWay:
     """A way of a context, on the first rank.
 
     Attributes
@@ -47,7 +47,7 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Place:
+class ContextPlace:
     """A context of a number of grids, for sequences of a length.
 
     Attributes
@@ -62,11 +62,11 @@ class Place:
     ranks: int
     places: int
     words: float
-    ways: dict[str, Way]
+    ways: dict[str, ContextWay]
 
 
-def list_places(asked: Training, contexts: Sequence[int], lengths: Sequence[int],
-                progress: Callable[[str], None] = lambda line: None) -> Iterator[Place]:
+def list_contexts(asked: Training, contexts: Sequence[int], lengths: Sequence[int],
+                  progress: Callable[[str], None] = lambda line: None) -> Iterator[ContextPlace]:
     """Count all contexts of one layer and one sequence, on one rank each and on whole nodes.
 
     Of `asked` its GPUs, batch and sequences do not count.
@@ -83,7 +83,7 @@ def list_places(asked: Training, contexts: Sequence[int], lengths: Sequence[int]
                         for way in WAYS}
                 moves = context_moves(SCHEME, grid, here.stack(1, "none", 1).sizes, ranks)
                 words = sum(move.words for phase in moves.values() for move in phase.values())
-                yield Place(seq, ranks, places, words / (ranks * places), ways)
+                yield ContextPlace(seq, ranks, places, words / (ranks * places), ways)
 
 
 def _model(asked: Training, grid: GridShape, ranks: int, way: str) -> PipelineModel:
@@ -94,7 +94,7 @@ def _model(asked: Training, grid: GridShape, ranks: int, way: str) -> PipelineMo
     return model
 
 
-def count_way(machine: Machine, model: PipelineModel) -> Way:
+def count_way(machine: Machine, model: PipelineModel) -> ContextWay:
     """Run the layer dry, and price it."""
     trace = model.trace(1, block=machine.elementwise_block, parts=PASSES)
     words = sum(one.words for moved in trace.traffic.values()
@@ -108,7 +108,7 @@ def count_way(machine: Machine, model: PipelineModel) -> Way:
             lambda part, event: part == ATTENTION and not isinstance(event, Collective)))
         seconds += whole
         hidden += whole - min(over, scores)
-    return Way(words, seconds, hidden, trace.peak)
+    return ContextWay(words, seconds, hidden, trace.peak)
 
 
 def _seconds(machine: Machine, trace: Trace, phase: str,

@@ -10,7 +10,7 @@ from typing import Callable, Iterator, Sequence
 import msgspec
 
 from bench.errors import UsageError
-from bench.prediction.training_plans.choices import Choice, TITLES, Training, title
+from bench.prediction.training_plans.choices import Choice, KIND_TITLES, Training, kind_title
 from bench.prediction.training_plans.layer_work import Layers
 from bench.prediction.training_plans.search import SLACK, Search
 from mm3d.grid.shape import GridShape
@@ -19,16 +19,16 @@ FACTORS = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8)    # of the machine's rate, by defau
 
 
 def _is_line(scheme: str, grid: GridShape) -> bool:
-    return TITLES[scheme] == "1-D"
+    return KIND_TITLES[scheme] == "1-D"
 
 
 def _is_box(scheme: str, grid: GridShape) -> bool:
     """Return whether more than one direction of a 3-D grid is divided."""
-    return title(scheme, grid) == "3-D"
+    return kind_title(scheme, grid) == "3-D"
 
 
 LINE, BOX = "1 x t x 1", "X x Y x Z"    # each with or without a pipeline and replicas
-KINDS: dict[str, Callable[[str, GridShape], bool]] = {LINE: _is_line, BOX: _is_box}
+MESH_KINDS: dict[str, Callable[[str, GridShape], bool]] = {LINE: _is_line, BOX: _is_box}
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Best:
 
 
 @dataclass(frozen=True)
-class Place:
+class MapPlace:
     """A place of the map.
 
     Attributes
@@ -48,7 +48,7 @@ class Place:
     rate : float
         Bytes a second between nodes, in one direction, of a node.
     best : dict of str to Best
-        The fastest plan of each of `KINDS` that fits.
+        The fastest plan of each of `MESH_KINDS` that fits.
     exact : dict of str to float
         Their exactly predicted seconds, at the machine's own rate; {} elsewhere.
     """
@@ -62,13 +62,13 @@ class Place:
     def gain(self) -> float | None:
         """Return by which share X x Y x Z does more steps than 1 x t x 1; None for want of either.
         """
-        if len(self.best) < len(KINDS):
+        if len(self.best) < len(MESH_KINDS):
             return None
         return self.best[LINE].seconds / self.best[BOX].seconds - 1
 
 
 def map_kinds(asked: Training, gpus: Sequence[int], rates: Sequence[float],
-              progress: Callable[[str], None] = lambda line: None) -> Iterator[Place]:
+              progress: Callable[[str], None] = lambda line: None) -> Iterator[MapPlace]:
     """Estimate the places of a map, for each number of GPUs at each rate in bytes a second.
 
     `asked` is on any number of GPUs.
@@ -79,7 +79,7 @@ def map_kinds(asked: Training, gpus: Sequence[int], rates: Sequence[float],
     for number in gpus:
         here = replace(asked, gpus=number)
         best: dict[float, dict[str, Best]] = {rate: {} for rate in rates}
-        for kind, keeps in KINDS.items():
+        for kind, keeps in MESH_KINDS.items():
             progress(f"{number} GPUs: {kind}")
             for rate, one in _best_at_rates(replace(here, keeps=keeps), rates, layers,
                                             problems).items():
@@ -87,12 +87,12 @@ def map_kinds(asked: Training, gpus: Sequence[int], rates: Sequence[float],
         fits |= any(best.values())
         for rate in rates:
             progress(f"{number} GPUs: predicting {rate / 1e9:g} GB/s")
-            yield Place(number, rate, best[rate], _exact_seconds(here, best[rate])
-                        if rate == asked.machine.network.bytes_per_second else {})
+            yield MapPlace(number, rate, best[rate], _exact_seconds(here, best[rate])
+                           if rate == asked.machine.network.bytes_per_second else {})
     if not fits:
         others = f"--map {','.join(map(str, gpus))}: no plan on any of these, the last: "
         # Of the first kind, which more numbers of GPUs have a mesh for.
-        raise UsageError(others * (len(gpus) > 1) + problems[-len(KINDS)])
+        raise UsageError(others * (len(gpus) > 1) + problems[-len(MESH_KINDS)])
 
 
 def _exact_seconds(here: Training, best: dict[str, Best]) -> dict[str, float]:

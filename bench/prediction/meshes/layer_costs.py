@@ -22,7 +22,7 @@ from mm3d.schemes import find_scheme, registry
 from mm3d.schemes.creation import scheme as make_scheme
 from mm3d.tracing.dry_arrays import DryBackend
 from mm3d.tracing.dry_run import trace_step
-from mm3d.tracing.events import Pass
+from mm3d.tracing.events import MemoryPass
 from mm3d.tracing.observe import observed
 from mm3d.tracing.trace import Trace
 from mm3d.transport.communicators import DryCommunicator
@@ -31,7 +31,7 @@ from mm3d.transport.communicators import DryCommunicator
 # keeps for backward, words and messages of both passes.
 COSTS = ("flops", "parameters", "activations", "words", "messages")
 # Of a Transformer layer also elements that elementwise passes read and write.
-COUNTS = ("flops", "elementwise", "parameters", "activations", "words", "messages")
+LAYER_COUNTS = ("flops", "elementwise", "parameters", "activations", "words", "messages")
 MOST_RANKS = 128    # that are traced one by one
 ITEM = 4            # bytes of an element
 
@@ -130,7 +130,7 @@ class Costs:
     Attributes
     ----------
     counted : dict of str to float or ndarray
-        Each of `COSTS` on rank 0, or of `COUNTS` on every rank.
+        Each of `COSTS` on rank 0, or of `LAYER_COUNTS` on every rank.
     printed : dict of str to float
         Each of `COSTS` of the linear layers in print; empty if there are none.
     lacking : float
@@ -234,14 +234,14 @@ def count_layer(chosen: SchemeOnGrid, sizes: ModelSizes) -> Costs:
               for _ in range(times)]
     every = [_counts(trace) for trace in traces]
     return Costs(
-        chosen, {count: np.array([each[count] for each in every]) for count in COUNTS},
+        chosen, {count: np.array([each[count] for each in every]) for count in LAYER_COUNTS},
         printed_sum(grid, linear, printed) if printed else {}, lacking / grid.ranks)
 
 
 def _counts(trace: Trace) -> dict[str, int]:
-    """Return each of `COUNTS` of a traced rank."""
-    passed = sum(times * event.bytes for event, times in trace.count(Pass).items())
+    """Return each of `LAYER_COUNTS` of a traced rank."""
+    passed = sum(times * event.bytes for event, times in trace.count(MemoryPass).items())
     messages = sum(traffic.messages for phase in trace.traffic.values()
                    for traffic in phase.values())
-    return dict(zip(COUNTS, (trace.flops(), passed // ITEM, trace.parameters // 2 // ITEM,
-                             trace.saved // ITEM, trace.words(), messages)))
+    return dict(zip(LAYER_COUNTS, (trace.flops(), passed // ITEM, trace.parameters // 2 // ITEM,
+                                   trace.saved // ITEM, trace.words(), messages)))

@@ -1,7 +1,7 @@
 """Test rules of thumb: the mesh that each names, beside the planner's choice for as many GPUs.
 
 A rule says how many ranks tensor parallelism, the pipeline and the replicas have.  What it leaves
-open is chosen twice: plainly (`PLAIN`), and by the planner within the mesh.
+open is chosen twice: plainly (`SIMPLE`), and by the planner within the mesh.
 """
 
 import math
@@ -15,12 +15,12 @@ from bench.errors import UsageError
 from bench.prediction.machine_model import Machine
 from bench.prediction.memory_fit import state_by_kind
 from bench.prediction.model_file import ModelFile, load_model
-from bench.prediction.training_plans.choices import Choice, TITLES, Training
+from bench.prediction.training_plans.choices import Choice, KIND_TITLES, Training
 from bench.prediction.training_plans.search import Search, TrainingPlan
 from bench.text_files import read_described
 from mm3d.grid.shape import GridShape
 
-PLAIN = {"zero": 0, "schedule": "1f1b", "micro": 1, "recompute": "full"}
+SIMPLE = {"zero": 0, "schedule": "1f1b", "micro": 1, "recompute": "full"}
 
 
 class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -168,7 +168,7 @@ def check_rules(rules: Rules, machine: Machine, dtype: str,
 
 
 def _is_megatron(tensor: int, scheme: str, grid: GridShape) -> bool:
-    return TITLES[scheme] == "1-D" and grid.ranks == tensor
+    return KIND_TITLES[scheme] == "1-D" and grid.ranks == tensor
 
 
 def _tested(rule: Rule, by: str, search: Search,
@@ -185,12 +185,12 @@ def _best_plan(search: Search) -> TrainingPlan:
 
 
 def _plain_plan(search: Search) -> TrainingPlan:
-    """Return the plan with what a rule leaves open as in `PLAIN`; UsageError if there is none."""
+    """Return the plan with what a rule leaves open as in `SIMPLE`; UsageError if there is none."""
     training = search.training
     for scheme, grid in training.shapes:
         for data, stages in training.meshes(grid.ranks):
             plan = search.predicted(Choice(data=data, stages=stages, scheme=scheme, grid=grid,
-                                           **PLAIN))
+                                           **SIMPLE))
             if plan is not None:
                 return plan
     raise UsageError(f"{training.gpt.name} on {training.gpus} GPUs: no such mesh divides the "

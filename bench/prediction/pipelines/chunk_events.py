@@ -82,7 +82,7 @@ def _one_replica(model: PipelineModel, grids: tuple[GridShape, ...]) -> Pipeline
 
 
 @dataclass(frozen=True)
-class Call:
+class ChunkCall:
     """What a call of a chunk does to the memory of a rank.
 
     Attributes
@@ -101,7 +101,7 @@ class Call:
     kept: tuple[int, ...]
 
 
-class Saved:
+class SavedChunk:
     """What a micro-batch saves: `data` of a call that ran, and the `arrays` among what it got."""
 
     def __init__(self, data: Any = None, arrays: tuple[Any, ...] = ()) -> None:
@@ -120,36 +120,37 @@ class AlikeCalls:
         The layers, and the backend of the dry run.
     runs : int
         The number of micro-batches that are run.
-    known : dict of str to Call
+    known : dict of str to ChunkCall
         By the name of a method; chunks of as many layers share it.
     """
 
-    def __init__(self, chunk: Any, backend: Any, runs: int, known: dict[str, Call]) -> None:
+    def __init__(self, chunk: Any, backend: Any, runs: int, known: dict[str, ChunkCall]) -> None:
         self.chunk, self.backend, self.runs, self.known = chunk, backend, runs, known
         self.times: Counter = Counter()
 
-    def forward(self, x: Any) -> tuple[Any, Saved]:
+    def forward(self, x: Any) -> tuple[Any, SavedChunk]:
         """Run forward of the layers, or count it."""
-        return self._call("forward", (x,), Saved(), self.times["forward"] < self.runs)
+        return self._call("forward", (x,), SavedChunk(), self.times["forward"] < self.runs)
 
-    def backward(self, dy: Any, saved: Saved) -> Any:
+    def backward(self, dy: Any, saved: SavedChunk) -> Any:
         """Run backward of the layers, or count it."""
         return self._call("backward", (dy,), saved, saved.data is not None)[0]
 
-    def backward_input(self, dy: Any, saved: Saved) -> tuple[Any, Saved]:
+    def backward_input(self, dy: Any, saved: SavedChunk) -> tuple[Any, SavedChunk]:
         """Run the first half of backward of the layers, or count it."""
         return self._call("backward_input", (dy,), saved, saved.data is not None)
 
-    def backward_weights(self, saved: Saved) -> None:
+    def backward_weights(self, saved: SavedChunk) -> None:
         """Run the second half of backward of the layers, or count it."""
         self._call("backward_weights", (), saved, saved.data is not None)
 
-    def _call(self, kind: str, given: tuple, before: Saved, runs: bool) -> tuple[Any, Saved]:
+    def _call(self, kind: str, given: tuple, before: SavedChunk,
+              runs: bool) -> tuple[Any, SavedChunk]:
         """Return the result of a call, and what it saves."""
         self.times[kind] += 1
         return (self._run if runs else self._count)(kind, given, before)
 
-    def _run(self, kind: str, given: tuple, before: Saved) -> tuple[Any, Saved]:
+    def _run(self, kind: str, given: tuple, before: SavedChunk) -> tuple[Any, SavedChunk]:
         trace, start = self.backend.trace, self._in_use()
         most, trace.peak = trace.peak, start
         found = getattr(self.chunk, kind)(*given, *[before.data] * (before.data is not None))
@@ -158,23 +159,23 @@ class AlikeCalls:
         homes = {id(_home(one)) for one in saved_arrays(data)}
         kept = tuple(number for number, one in enumerate(arrays)
                      if one is not None and id(_home(one)) in homes)
-        saved = Saved(data, tuple(arrays[number] for number in kept))
+        saved = SavedChunk(data, tuple(arrays[number] for number in kept))
         del arrays
         if self.times[kind] == 2:
-            self.known[kind] = Call(trace.peak - start, self._in_use() - start, None if out is None
-                                    else (out.shape, out.dtype, self.backend.pool.lease_of(
-                                        out._shell) is not None), kept)
+            made = None if out is None else (
+                out.shape, out.dtype, self.backend.pool.lease_of(out._shell) is not None)
+            self.known[kind] = ChunkCall(trace.peak - start, self._in_use() - start, made, kept)
         trace.peak = max(most, trace.peak)
         return out, saved
 
-    def _count(self, kind: str, given: tuple, before: Saved) -> tuple[Any, Saved]:
+    def _count(self, kind: str, given: tuple, before: SavedChunk) -> tuple[Any, SavedChunk]:
         backend, known, start, out = self.backend, self.known[kind], self._in_use(), None
         backend.trace.peak = max(backend.trace.peak, start + known.peak)
         if known.out:
             *what, own = known.out
             out = (backend.empty if own else backend.scratch_array)(*what)
         arrays = *before.arrays, *given, out
-        before.arrays, saved = (), Saved(None, tuple(arrays[number] for number in known.kept))
+        before.arrays, saved = (), SavedChunk(None, tuple(arrays[number] for number in known.kept))
         del arrays
         backend.pool.in_use += start + known.net - self._in_use()
         return out, saved
@@ -202,7 +203,7 @@ def run_few(model: Any) -> None:
         place = part.start % dry_run.period_of(stack.recompute, stack.experts)
         alike.setdefault((len(part), place), []).append(number)
     for numbers in alike.values():
-        known: dict[str, Call] = {}
+        known: dict[str, ChunkCall] = {}
         for number in numbers:
             chunks[number] = AlikeCalls(chunks[number], pipeline.mesh.scheme.grid.backend,
                                         1 + (number in (numbers[0], numbers[-1])), known)

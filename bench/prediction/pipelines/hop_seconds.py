@@ -18,12 +18,12 @@ from mm3d.schemes import find_scheme
 from mm3d.schemes.words import Words
 from mm3d.training.hops import activation_blocks, transfers
 
-Moves = tuple[np.ndarray, np.ndarray, np.ndarray]    # senders, receivers, words or bytes
-Shape = tuple[int, int, int]
+HopMoves = tuple[np.ndarray, np.ndarray, np.ndarray]    # senders, receivers, words or bytes
+ArrayShape = tuple[int, int, int]
 
 
-def stage_moves(scheme: str, source: GridShape, target: GridShape, shape: Shape,
-                options: Mapping[str, Any]) -> Moves:
+def stage_moves(scheme: str, source: GridShape, target: GridShape, shape: ArrayShape,
+                options: Mapping[str, Any]) -> HopMoves:
     """List the words that ranks of one stage send to ranks of another in a hop.
 
     Parameters
@@ -35,7 +35,7 @@ def stage_moves(scheme: str, source: GridShape, target: GridShape, shape: Shape,
 
     Returns
     -------
-    Moves
+    HopMoves
         Places of senders and of receivers in their stages, and words.  Between equal grids each
         rank sends its block, taken to be of the mean size, to the rank of its own place.
     """
@@ -51,8 +51,8 @@ def stage_moves(scheme: str, source: GridShape, target: GridShape, shape: Shape,
                  for field in ("source", "target", "words"))
 
 
-def place_moves(moves: Moves, size: int, mesh: GridShape, inside: str, per_node: int,
-                hop: tuple[int, int]) -> Moves:
+def place_moves(moves: HopMoves, size: int, mesh: GridShape, inside: str, per_node: int,
+                hop: tuple[int, int]) -> HopMoves:
     """Return the moves of a hop in all replicas, by rank numbers and in bytes.
 
     Parameters

@@ -13,7 +13,7 @@ from mm3d.training.schedules.clock import Timeline, peak_in_flight
 
 
 @dataclass(frozen=True)
-class Pipeline:
+class ComparedPipeline:
     """The pipeline for which schedules are compared.
 
     Attributes
@@ -46,7 +46,7 @@ class Pipeline:
         return Times.equal(stages, *(time * share for time in self.times), hop=self.hop)
 
 
-def timed(name: str, pipeline: Pipeline) -> Timeline:
+def timed(name: str, pipeline: ComparedPipeline) -> Timeline:
     """Build the schedule `name`, check it and time it.
 
     Raises UsageError when the name is unknown, or the schedule cannot have these ranks and micro-
@@ -59,7 +59,7 @@ def timed(name: str, pipeline: Pipeline) -> Timeline:
     return timed_schedule(schedule, pipeline)
 
 
-def timed_schedule(schedule: Schedule, pipeline: Pipeline) -> Timeline:
+def timed_schedule(schedule: Schedule, pipeline: ComparedPipeline) -> Timeline:
     """Check a schedule and time it; ScheduleError when it breaks a rule."""
     check(schedule)
     return clock(schedule, pipeline.stage_times(schedule.stage_count))
@@ -81,7 +81,7 @@ def read_schedule(path: str | Path) -> Schedule:
     return schedule
 
 
-def over_memory(timeline: Timeline, pipeline: Pipeline) -> str:
+def over_memory(timeline: Timeline, pipeline: ComparedPipeline) -> str:
     """Return a warning where a schedule holds more than the given memory; otherwise ""."""
     if pipeline.memory is None:
         return ""

@@ -286,7 +286,7 @@ def table_seconds(machine: Machine, words: float, dtype: str, stride: int) -> fl
         "all_reduce", "s", 2, stride, int(words * itemsize(dtype)))))
 
 
-def model_flops(model: PipelineModel) -> dict[str, float]:
+def flops_of_step(model: PipelineModel) -> dict[str, float]:
     """Count the operations of a step, of all replicas: "model", and "hardware" with recomputation.
 
     The model's are those of all products forward and twice again backward, scores without regard

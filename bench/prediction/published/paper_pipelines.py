@@ -49,9 +49,9 @@ class RowPipeline:
         return float(self.found.seconds) / self.row.batch
 
 
-def predict_rows(outcome: Outcome, rows: Iterable[Row], schedule: Schedule,
-                 grid: Sizes | Sequence[Sizes] | None = None,
-                 **replicas: int | None) -> tuple[list[RowPipeline], list[str]]:
+def predict_as_pipelines(outcome: Outcome, rows: Iterable[Row], schedule: Schedule,
+                         grid: Sizes | Sequence[Sizes] | None = None,
+                         **replicas: int | None) -> tuple[list[RowPipeline], list[str]]:
     """Predict rows as pipelines.
 
     Parameters
@@ -83,7 +83,7 @@ def predict_rows(outcome: Outcome, rows: Iterable[Row], schedule: Schedule,
         stored = replace(model, stack=replace(model.stack, recompute="full")) if repeats else model
         found.append(RowPipeline(
             row, model, predict_pipeline(model, tuned, repeats), fullest_stage(stored)[1],
-            scaling.average_step_time(outcome, row.scheme, row.gpus, {
+            scaling.predict_step_time(outcome, row.scheme, row.gpus, {
                 name: value for name, value in model.sizes.items() if name != "layers"}
                 | {"batch": row.batch})))
     return found, [f"{', '.join(names)}: {why}" for why, names in missing.items()]

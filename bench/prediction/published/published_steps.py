@@ -45,7 +45,7 @@ BOUNDS = 0.3, 4.0        # of the factor of a term in a round
 
 
 @dataclass(frozen=True)
-class Row:
+class PublishedStep:
     """A measured step: its line in the file, the training, seconds, and how scores are computed.
 
     `attention` is one of `bench.prediction.machine_model.Machine`, or None for the machine's.
@@ -68,7 +68,7 @@ class Row:
         return str(self.config.division)
 
 
-def read_rows(path: str) -> tuple[list[Row], list[str]]:
+def read_steps(path: str) -> tuple[list[PublishedStep], list[str]]:
     """Read measured steps; return them, and a line on each row that says no step.
 
     Before these are lines on columns that are not used, and whose names are like optional ones.
@@ -116,7 +116,7 @@ def _plain(name: str) -> str:
     return " ".join(name.lower().split())
 
 
-def _read_row(line: int, cells: list[str], heads: dict[str, int]) -> Row:
+def _read_row(line: int, cells: list[str], heads: dict[str, int]) -> PublishedStep:
     """Read a row; ValueError says why it is none."""
     texts = {}
     for column in (*COLUMNS.values(), *OPTIONAL):
@@ -152,7 +152,7 @@ def _read_row(line: int, cells: list[str], heads: dict[str, int]) -> Row:
         microbatches=model.batch // data // int(values["micro"]), recompute=texts["recompute"],
         in_flight=int(texts["overlap"] == "yes"))
     named = texts["attention"] if texts["attention"] in ATTENTIONS else None
-    return Row(line, Config(model, division), values["ms"] / 1e3, named)
+    return PublishedStep(line, Config(model, division), values["ms"] / 1e3, named)
 
 
 def _number(column: str, text: str, whole: bool = True) -> float:
@@ -182,10 +182,10 @@ def _check(row: dict[str, Any]) -> None:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class PredictedStep:
     """A row with its prediction."""
 
-    row: Row
+    row: PublishedStep
     step: TrainingStep
 
     @property
@@ -194,7 +194,8 @@ class Outcome:
         return self.step.seconds / self.row.seconds - 1
 
 
-def predict_rows(rows: Iterable[Row], machine: Machine) -> tuple[list[Outcome], list[str]]:
+def predict_rows(rows: Iterable[PublishedStep],
+                 machine: Machine) -> tuple[list[PredictedStep], list[str]]:
     """Predict rows; return them, and a line on each that has no prediction.
 
     Backward of rows that recompute all repeats the whole forward, as Megatron-LM does.  Rows with
@@ -211,16 +212,16 @@ def predict_rows(rows: Iterable[Row], machine: Machine) -> tuple[list[Outcome], 
         config = replace(row.config, division=replace(
             how, recompute="none" if repeats else how.recompute))
         try:
-            found.append(Outcome(row, predict_step(PipelineModel.of(config), at, repeats,
-                                                   how.in_flight > 0)))
+            found.append(PredictedStep(row, predict_step(PipelineModel.of(config), at, repeats,
+                                                         how.in_flight > 0)))
         except ValueError as error:
             problems.append(f"line {row.line}: {error}")
     return found, problems
 
 
-def choices(outcomes: Sequence[Outcome]) -> list[tuple[Outcome, Outcome]]:
+def choices(outcomes: Sequence[PredictedStep]) -> list[tuple[PredictedStep, PredictedStep]]:
     """Return, for each problem of several rows, the row predicted fastest and the fastest."""
-    groups: dict[tuple, list[Outcome]] = {}
+    groups: dict[tuple, list[PredictedStep]] = {}
     for one in outcomes:
         groups.setdefault((one.row.gpus, one.row.config.model), []).append(one)
     return [(min(group, key=lambda one: one.step.seconds),
@@ -228,7 +229,7 @@ def choices(outcomes: Sequence[Outcome]) -> list[tuple[Outcome, Outcome]]:
             for group in groups.values() if len(group) > 1]
 
 
-def fit_machine(rows: Sequence[Row], machine: Machine) -> Machine:
+def fit_to_steps(rows: Sequence[PublishedStep], machine: Machine) -> Machine:
     """Fit the achieved fractions of a machine to measured steps, by least relative squares.
 
     The seconds of a step are a sum of terms, each over its fraction, along the path of the
@@ -255,7 +256,7 @@ def fit_machine(rows: Sequence[Row], machine: Machine) -> Machine:
     return machine
 
 
-def _parts(one: Outcome, machine: Machine) -> list[float]:
+def _parts(one: PredictedStep, machine: Machine) -> list[float]:
     """Return the seconds of a step by term of `TERMS`, where the pipeline's bubble is spread."""
     shares = one.step.shares
     pipeline = one.step.pipeline

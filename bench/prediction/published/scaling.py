@@ -11,7 +11,7 @@ import numpy as np
 from bench.cases.paper import load_tables
 from bench.cases.selection import select_rows
 from bench.prediction import machine_model, planner
-from bench.prediction.closed_form_plan import Plan, screen_grid
+from bench.prediction.closed_form_plan import GridPlan, screen_grid
 from bench.prediction.published import paper_fit
 from bench.prediction.seconds import step_seconds
 from mm3d.grid.shape import GridShape
@@ -21,7 +21,7 @@ from mm3d.tracing import dry_run
 
 BEST = "3-D, best grid"
 FAMILIES = ("1-D", "1-D, sequence", "2-D", "data, sharded (P x 1 x 1)", "3-D cube", BEST)
-Curves = dict[str, list[tuple[int, Plan]]]    # ranks and plan, by family
+Curves = dict[str, list[tuple[int, GridPlan]]]    # ranks and plan, by family
 
 
 def family_grid(family: str, ranks: int) -> tuple[str, GridShape] | None:
@@ -98,7 +98,7 @@ def strong_sizes(scheme: str, ranks: int) -> dict[str, int]:
                 seq=load_tables().settings.seq)
 
 
-def average_step_time(outcome: paper_fit.Outcome, scheme: str, ranks: int,
+def predict_step_time(outcome: paper_fit.Outcome, scheme: str, ranks: int,
                       sizes: dict[str, int]) -> float:
     """Predict the average step time by the fitted model, on the scheme's default grid."""
     fit = outcome.fit

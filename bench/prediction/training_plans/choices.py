@@ -16,16 +16,16 @@ from mm3d.model.stack import Stack
 from mm3d.schemes import find_scheme
 
 # Each with the directions of more than one rank: without, a grid is another scheme's.
-SCHEMES = {"1d": "x", "1d-sp": "x", "2d": "xy", "2.5d": "xyz", "3d": ""}
-TITLES = {"1d": "1-D", "1d-sp": "1-D", "2d": "2-D", "2.5d": "2.5-D", "3d": "3-D"}
-POLICIES = ("none", "selective", "full")
+PLANNED_SCHEMES = {"1d": "x", "1d-sp": "x", "2d": "xy", "2.5d": "xyz", "3d": ""}
+KIND_TITLES = {"1d": "1-D", "1d-sp": "1-D", "2d": "2-D", "2.5d": "2.5-D", "3d": "3-D"}
+PLANNED_POLICIES = ("none", "selective", "full")
 # On more GPUs the ranks of a stage are those of `MOST_NODES` at most, and shards those of one.
 FEW_GPUS = 1024
 MOST_NODES = 8
 LONG_SEQ = 2 ** 14    # tokens of a sequence, from which on a context is considered
 MOST_CONTEXT = 16     # ranks that divide positions, beside stages within a node
 CONTEXT_WAYS = Division.__dataclass_fields__["context_way"].metadata["choices"]
-SCHEDULES = ("1f1b", "zb-h1", "interleaved")
+PLANNED_SCHEDULES = ("1f1b", "zb-h1", "interleaved")
 MOST_CHUNKS = 6     # of a rank, where stages are interleaved
 MOST_ACTIONS = 2 ** 15    # micro-batches x chunks of all stages: what the clock times in seconds
 
@@ -88,7 +88,7 @@ class Choice(NamedTuple):
         """Name the kinds of parallelism beside replicas; or the kind of replicas."""
         if self.places == self.stages == self.expert_parallel == self.context == 1:
             return "data, ZeRO 3" if self.zero == 3 else "data"
-        parts = ([title(self.scheme, self.grid)] * (self.places > 1)
+        parts = ([kind_title(self.scheme, self.grid)] * (self.places > 1)
                  + ["pipeline"] * (self.stages > 1)
                  + ["experts"] * (self.expert_parallel > 1) + ["context"] * (self.context > 1))
         return " + ".join(parts)
@@ -219,7 +219,7 @@ class Training:
         stages, microbatches = choice.stages, self.microbatches(choice)
         if stages * microbatches > MOST_ACTIONS:
             return
-        plain, apart, interleaved = SCHEDULES
+        plain, apart, interleaved = PLANNED_SCHEDULES
         yield plain
         if stages == 1 or microbatches == 1:
             return
@@ -281,10 +281,10 @@ def divisors(number: int) -> tuple[int, ...]:
     return tuple(sorted({*small, *(number // one for one in small)}))
 
 
-def title(scheme: str, grid: GridShape) -> str:
+def kind_title(scheme: str, grid: GridShape) -> str:
     """Name the kind of a grid: one of 3-D has several directions of more than one rank."""
     several = sum(size > 1 for size in grid.sizes) > 1
-    return TITLES[scheme] if several or TITLES[scheme] != "3-D" else "one direction"
+    return KIND_TITLES[scheme] if several or KIND_TITLES[scheme] != "3-D" else "one direction"
 
 
 @cache
@@ -296,7 +296,7 @@ def list_grids(ranks: int) -> tuple[tuple[str, GridShape], ...]:
     if ranks == 1:
         return (("1d", GridShape("x", (1,))),)
     found = []
-    for scheme, several in SCHEMES.items():
+    for scheme, several in PLANNED_SCHEMES.items():
         try:
             grids = find_scheme(scheme).grids(ranks)
         except ValueError:    # no square

@@ -8,9 +8,10 @@ import re
 from dataclasses import dataclass
 from typing import Any, Callable, Iterable, Iterator
 
-from bench.prediction.training_plans.choices import (Choice, FEW_GPUS, MOST_ACTIONS, MOST_CHUNKS,
-                                                     MOST_CONTEXT, MOST_NODES, POLICIES, SCHEDULES,
-                                                     SCHEMES, TITLES, Training, title)
+from bench.prediction.training_plans.choices import (Choice, FEW_GPUS, KIND_TITLES, MOST_ACTIONS,
+                                                     MOST_CHUNKS, MOST_CONTEXT, MOST_NODES,
+                                                     PLANNED_POLICIES, PLANNED_SCHEDULES,
+                                                     PLANNED_SCHEMES, Training, kind_title)
 from mm3d import schemes
 from mm3d.grid.shape import GridShape
 from mm3d.model import recomputation
@@ -57,7 +58,7 @@ DIMENSIONS = {
                          lambda one: f"on {one.expert_parallel}"),
     "micro-batch": Dimension(("micro",), Training.micros, lambda one: str(one.micro)),
     "schedule": Dimension(("schedule",), Training.schedules, lambda one: one.schedule),
-    "recompute": Dimension(("recompute",), lambda training, one: POLICIES,
+    "recompute": Dimension(("recompute",), lambda training, one: PLANNED_POLICIES,
                            lambda one: one.recompute),
     "ZeRO": Dimension(("zero",), lambda training, one: ZERO if one.replicas > 1 else ZERO[:1],
                       lambda one: str(one.zero)),
@@ -114,9 +115,9 @@ def _completed(training: Training, choice: Choice) -> Choice | None:
 
 def grid_of(choice: Choice) -> str:
     """Name a grid, and its kind where that of the scheme is another."""
-    kind = title(choice.scheme, choice.grid)
+    kind = kind_title(choice.scheme, choice.grid)
     return f"{choice.scheme} {choice.grid.compact}" + f" ({kind})" * (
-        kind != TITLES[choice.scheme])
+        kind != KIND_TITLES[choice.scheme])
 
 
 def inside_nodes(choice: Choice) -> str:
@@ -125,7 +126,7 @@ def inside_nodes(choice: Choice) -> str:
     return choice.inside or ["-", *several][-1]
 
 
-def describe(choice: Choice) -> str:
+def describe_choice(choice: Choice) -> str:
     """Describe a plan in a line."""
     shards = f" in {choice.shards} shards" if choice.shards else ""
     inside = f", {choice.inside} inside nodes" if choice.inside else ""
@@ -138,9 +139,9 @@ def describe(choice: Choice) -> str:
 
 def pruned(training: Training) -> str:
     """Say which plans a search does not consider."""
-    others = {"schedules": (schedules.registry(), SCHEDULES), "recompute": (
-        [re.sub(r"\d+", "N", name) for name in recomputation.POLICIES], POLICIES),
-        "schemes": (schemes.registry(), {*SCHEMES, "serial"})}
+    others = {"schedules": (schedules.all_builders(), PLANNED_SCHEDULES), "recompute": (
+        [re.sub(r"\d+", "N", name) for name in recomputation.POLICIES], PLANNED_POLICIES),
+        "schemes": (schemes.registry(), {*PLANNED_SCHEMES, "serial"})}
     found = [f"{name} {', '.join(dict.fromkeys(one for one in known if one not in of_plans))}"
              for name, (known, of_plans) in others.items()]
     found += [f"more than {MOST_CHUNKS} chunks of a rank", "stages with grids of their own",

@@ -15,7 +15,7 @@ from mm3d.schemes import find_scheme
 from mm3d.tracing.events import Collective, Gemm
 from mm3d.training.mesh import expert_shards
 
-EXPERTS = "e"    # the direction of replicas that divide experts
+EXPERT_DIRECTION = "e"    # the direction of replicas that divide experts
 WIDE = 4         # bytes of a gradient, at least
 COUNT = 8        # bytes of a number of tokens
 Calls = tuple[tuple[Collective, int], ...]    # collectives, and how often each is called
@@ -54,7 +54,7 @@ def exchanges(training: Training, parts: int, again: bool,
     experts, (tokens, width), size = training.gpt.experts, block, itemsize(training.dtype)
 
     def moved(kind: str, rows: int, itemsize: int = size) -> Collective:
-        return Collective(kind, EXPERTS, parts, 1, rows * width * itemsize)
+        return Collective(kind, EXPERT_DIRECTION, parts, 1, rows * width * itemsize)
     if experts.top * (1 - 1 / parts) * 4 * width <= (parts - 1) * (4 * width + 3 * experts.top):
         one = moved("all_to_all", experts.top * tokens)
         return ((one, 2),), ((one, 2 + 2 * again),)
@@ -63,8 +63,8 @@ def exchanges(training: Training, parts: int, again: bool,
     return ((gather, 1), (scatter, 1)), ((gather, 1 + again), (scatter, int(again)), (last, 1))
 
 
-def split_seconds(training: Training, scheme: str, grid: GridShape, micro: int,
-                  parts: int) -> float:
+def grouping_seconds(training: Training, scheme: str, grid: GridShape, micro: int,
+                     parts: int) -> float:
     """Return by how many seconds products of each expert take longer than one of all, forward.
 
     Where ranks gather rows, those of a rank and an expert are a product of their own.

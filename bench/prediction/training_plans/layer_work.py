@@ -22,8 +22,8 @@ from bench.prediction.pipelines.pipeline_model import LAYERS, PASSES, PipelineMo
 from bench.prediction.pipelines.training_step import own_experts
 from bench.prediction.seconds import achieved_seconds, gemm_seconds, trace_terms, with_strides
 from bench.prediction.training_plans.choices import Choice, Training
-from bench.prediction.training_plans.expert_work import (EXPERTS, WIDE, Calls, exchanges,
-                                                         gathered_words, split_seconds)
+from bench.prediction.training_plans.expert_work import (EXPERT_DIRECTION, WIDE, Calls, exchanges,
+                                                         gathered_words, grouping_seconds)
 from mm3d.grid.activations import chunks_of
 from mm3d.grid.shape import GridShape
 from mm3d.model import cost
@@ -39,7 +39,7 @@ sized_once = cache(BlockSizes)
 END_PASSES = {"numpy": ((8, 0), (6, 0)), "own": ((1, 0), (3, 7)), "fused": ((2, 0), (2, 0))}
 
 
-class Layer(NamedTuple):
+class PlannedLayer(NamedTuple):
     """What determines the work of a layer.
 
     `halves` is whether W is apart from B, `experts` the number of replicas that divide experts,
@@ -58,7 +58,7 @@ class Layer(NamedTuple):
     way: str = "gather"
 
     @classmethod
-    def of(cls, choice: Choice, whole: bool = False) -> "Layer":
+    def of(cls, choice: Choice, whole: bool = False) -> "PlannedLayer":
         """Return the layer of a plan; with `whole` as if W were never apart, in any place."""
         divided = choice.expert_parallel > 1 or choice.context > 1    # among neighbours along d
         names = (*choice.grid, *["d"] * divided)
@@ -69,14 +69,14 @@ class Layer(NamedTuple):
                    choice.way)
 
     @property
-    def anywhere(self) -> "Layer":
+    def anywhere(self) -> "PlannedLayer":
         """Return the layer without its place on the nodes."""
         return self._replace(strides=()) if self.strides else self
 
     @property
     def placed(self) -> dict[str, int]:
         """Return the strides by direction; {} for the grid's own."""
-        return dict(zip((*self.grid, "c" if self.context > 1 else EXPERTS), self.strides))
+        return dict(zip((*self.grid, "c" if self.context > 1 else EXPERT_DIRECTION), self.strides))
 
     def positions(self, training: Training) -> int:
         """Return how many positions of each sequence the first replica of a context has."""
@@ -135,7 +135,7 @@ class Layers:
         self.traces = cache(lambda layer: trace_layer(one, layer, self.alone(layer)))
 
 
-def screened_bytes(training: Training, layer: Layer) -> tuple[LayerBytes, float]:
+def screened_bytes(training: Training, layer: PlannedLayer) -> tuple[LayerBytes, float]:
     """Estimate the bytes of a layer, and the seconds of its elementwise passes.
 
     Both are linear in a rank's elements of activations, and of scores: bytes in those of one
@@ -149,7 +149,7 @@ def screened_bytes(training: Training, layer: Layer) -> tuple[LayerBytes, float]
         machine.kernels, attention_of(machine, training.dtype), kind, training.dtype))
     share, arrays = blocks.scores_held(layer.way)
     elements[-1] *= share / blocks.batch
-    saved, working, operands, grown = (size * float(words @ elements) for words in words_of(
+    saved, working, operands, grown = (size * float(words @ elements) for words in layer_words(
         layer.recompute, training.dtype, kind))
     working += max(size, WIDE) * _gathered(training, layer)
     # In 16 bits a ring's backward alone holds scores.
@@ -163,7 +163,7 @@ def screened_bytes(training: Training, layer: Layer) -> tuple[LayerBytes, float]
 
 
 @cache
-def words_of(recompute: str, dtype: str, kind: LayerKind) -> tuple[np.ndarray, ...]:
+def layer_words(recompute: str, dtype: str, kind: LayerKind) -> tuple[np.ndarray, ...]:
     """Return the words that a layer saves, and those of its further arrays in backward.
 
     After these are those of `LayerBytes.operands` and `LayerBytes.grown`.  All are per word of
@@ -208,7 +208,7 @@ class ScreenedLayer:
     filled: LayerBytes
 
 
-def screen_layer(training: Training, layer: Layer) -> ScreenedLayer:
+def screen_layer(training: Training, layer: PlannedLayer) -> ScreenedLayer:
     """Count the work of a layer by closed forms."""
     machine, experts, group = training.machine, training.gpt.experts, training.group
     stack = training.stack(layer.micro, layer.recompute, group)
@@ -216,7 +216,7 @@ def screen_layer(training: Training, layer: Layer) -> ScreenedLayer:
                                   top=min(experts.top, own_experts(experts, layer.experts)))
     found, _ = grid_work(layer.scheme, layer.grid, machine, stack, (layer.context, layer.way),
                          of_rank)
-    split = split_seconds(training, layer.scheme, layer.grid, layer.micro, layer.experts)
+    split = grouping_seconds(training, layer.scheme, layer.grid, layer.micro, layer.experts)
     counts = launches(machine.kernels, attention_of(machine, training.dtype), layer.recompute,
                       LayerKind.of(stack.sizes, of_rank), training.dtype)
     started = [machine.launch_seconds * count / machine.achieved.latency + times * split
@@ -235,14 +235,14 @@ def screen_layer(training: Training, layer: Layer) -> ScreenedLayer:
                          screened_bytes(training, layer)[0])
 
 
-def screened_work(layer: Layer, screened: ScreenedLayer, price: Price) -> LayerWork:
+def screened_work(layer: PlannedLayer, screened: ScreenedLayer, price: Price) -> LayerWork:
     """Price a layer by the result of `screen_layer`, which does not depend on strides."""
     passes, ends = (tuple(one.seconds(price, layer.placed) for one in both)
                     for both in (screened.passes, screened.ends))
     return LayerWork(*passes, screened.weights * passes[1], ends, screened.filled)
 
 
-def _screened_ends(training: Training, layer: Layer) -> tuple[PhaseWork, PhaseWork]:
+def _screened_ends(training: Training, layer: PlannedLayer) -> tuple[PhaseWork, PhaseWork]:
     """Return the work of the ends, forward and backward, by closed forms."""
     machine, gpt, kind = training.machine, training.gpt, find_scheme(layer.scheme)
     shape = ProductShape("up", layer.micro * layer.positions(training), gpt.hidden, gpt.vocab)
@@ -259,27 +259,27 @@ def _screened_ends(training: Training, layer: Layer) -> tuple[PhaseWork, PhaseWo
         for times, passes, moves in zip((1, 2), np.array(END_PASSES[machine.kernels]), both))
 
 
-def _blocks(training: Training, layer: Layer) -> BlockSizes:
+def _blocks(training: Training, layer: PlannedLayer) -> BlockSizes:
     """Return the block sizes of a layer."""
     return sized_once(layer.scheme, layer.grid, training.stack(layer.micro, "none", 1).sizes,
                       layer.context)
 
 
-def _logits(training: Training, layer: Layer) -> float:
+def _logits(training: Training, layer: PlannedLayer) -> float:
     """Return the largest number of logits of a rank."""
     blocks = _blocks(training, layer)
     return (blocks.batch * largest_block(layer.positions(training), blocks.positions)
             * largest_block(training.gpt.vocab, blocks.features))
 
 
-def trace_alone(training: Training, layer: Layer) -> tuple[Trace, ...]:
+def trace_alone(training: Training, layer: PlannedLayer) -> tuple[Trace, ...]:
     """Run a group of layers dry; where W is apart, two groups as well."""
     alone, group = replace(_of_one_group(training, layer), vocab=0), training.group
     return tuple(run_once(alone, group * groups, training.machine.elementwise_block, LAYERS)
                  for groups in range(1, 2 + layer.halves))
 
 
-def trace_layer(training: Training, layer: Layer,
+def trace_layer(training: Training, layer: PlannedLayer,
                 alone: tuple[Trace, ...] = ()) -> tuple[Trace, ...]:
     """Run a GPT of one group dry; return also the result of `trace_alone`, before it."""
     return (*(alone or trace_alone(training, layer)), run_once(
@@ -287,7 +287,7 @@ def trace_layer(training: Training, layer: Layer,
         *PASSES))
 
 
-def _of_one_group(training: Training, layer: Layer) -> PipelineModel:
+def _of_one_group(training: Training, layer: PlannedLayer) -> PipelineModel:
     """Return a model of one group of layers, on as many replicas as divide the experts."""
     return PipelineModel(
         build_once("zb-h1" if layer.halves else "gpipe", 1, 1), layer.scheme, (layer.grid,),
@@ -296,7 +296,7 @@ def _of_one_group(training: Training, layer: Layer) -> PipelineModel:
         context=layer.context, context_way=layer.way)
 
 
-def layer_bytes(training: Training, layer: Layer, alone: Sequence[Trace],
+def layer_bytes(training: Training, layer: PlannedLayer, alone: Sequence[Trace],
                 whole: Trace | None = None) -> LayerBytes:
     """Return the result of `traced_bytes`, with gradients of experts as wide as in training."""
     found, size = traced_bytes(alone, whole, training.group), itemsize(training.dtype)
@@ -304,7 +304,7 @@ def layer_bytes(training: Training, layer: Layer, alone: Sequence[Trace],
     return found._replace(working=found.working + more, ends_working=found.ends_working + more)
 
 
-def _gathered(training: Training, layer: Layer) -> int:
+def _gathered(training: Training, layer: PlannedLayer) -> int:
     """Return the result of `gathered_words`."""
     return gathered_words(layer.scheme, layer.grid, training.stack(layer.micro, "none", 1).sizes,
                           training.gpt.experts, layer.experts)
@@ -322,7 +322,7 @@ def traced_bytes(alone: Sequence[Trace], whole: Trace | None = None,
         (found.peak - one.peak - one.parameters - one.saved) / group for found in two))
 
 
-def traced_work(training: Training, layer: Layer, traces: tuple[Trace, ...]) -> LayerWork:
+def traced_work(training: Training, layer: PlannedLayer, traces: tuple[Trace, ...]) -> LayerWork:
     """Price a layer by the result of `trace_layer`, which does not depend on strides."""
     alone, both = traces[0], traces[-1]
     model, strides = _of_one_group(training, layer), layer.placed

@@ -14,11 +14,12 @@ from bench.errors import UsageError, as_usage_error
 from bench.prediction.closed_form_plan import collective_price
 from bench.prediction.layer_blocks import LayerKind
 from bench.prediction.training_plans.choices import MOST_ACTIONS, Choice, Training
-from bench.prediction.training_plans.dimensions import (
-    FIRST, OF_STATE, OF_WORK, describe, list_choices)
+from bench.prediction.training_plans.dimensions import (FIRST, OF_STATE, OF_WORK, describe_choice,
+                                                        list_choices)
 from bench.prediction.training_plans.estimate import Estimator, Held
-from bench.prediction.training_plans.layer_work import (Layer, Layers, LayerWork, layer_bytes,
-                                                        screened_work, traced_work, words_of)
+from bench.prediction.training_plans.layer_work import (Layers, LayerWork, PlannedLayer,
+                                                        layer_bytes, layer_words, screened_work,
+                                                        traced_work)
 from mm3d.grid.shape import GridShape
 
 SLACK = 1.15        # of memory, by closed forms
@@ -59,16 +60,16 @@ class Screening:
                              f"experts as wide as the perceptron, and none shared; bench dry "
                              f"counts others")
         with as_usage_error():
-            words_of("none", training.dtype, LayerKind.of(training.gpt.sizes(), experts))
+            layer_words("none", training.dtype, LayerKind.of(training.gpt.sizes(), experts))
         self.training, own = training, Layers(training)
         self.layers = layers or own
         if self.layers.training != own.training:
             raise ValueError("layers of another model, seq, dtype or machine")
         self.limit = training.machine.memory_bytes
         self.estimator, price = Estimator(training), collective_price(training.machine)
-        self.screened: Callable[[Layer], LayerWork] = cache(lambda layer: screened_work(
+        self.screened: Callable[[PlannedLayer], LayerWork] = cache(lambda layer: screened_work(
             layer, self.layers.counted(layer.anywhere._replace(halves=False)), price))
-        self.traced: Callable[[Layer], LayerWork] = cache(
+        self.traced: Callable[[PlannedLayer], LayerWork] = cache(
             lambda layer: traced_work(training, layer, self.layers.traces(layer.anywhere)))
         self.listed, self.rates, self.placed = map(cache, (
             lambda data: tuple(self.states(data)), self._rates, self._in_every_place))
@@ -113,7 +114,8 @@ class Screening:
         Raises UsageError when there are none.
         """
         def estimated(choice: Choice) -> list[Scored]:
-            return [(self.estimator.seconds(choice, self.screened(Layer.of(choice))), choice)]
+            return [(self.estimator.seconds(choice, self.screened(PlannedLayer.of(choice))),
+                     choice)]
         return {family: refined(plans, estimated) for family, plans in self.bounded().items()}
 
     def bounded(self) -> dict[str, Iterator[Scored]]:
@@ -126,7 +128,7 @@ class Screening:
         bounded: dict[str, list[Bounded]] = {}
         limit, counts = SLACK * self.limit, self.counts
         for work in self.works():
-            filled, passes = self.layers.filled(Layer.of(work, whole=True))
+            filled, passes = self.layers.filled(PlannedLayer.of(work, whole=True))
             held = self.estimator.held(work, filled)
             every = len(self.listed(work.replicas))
             states, least = self._split(work, held, limit)
@@ -168,7 +170,8 @@ class Screening:
         """Return the plan of each family that needs the least by closed forms, ascending."""
         least: dict[str, tuple[float, Choice]] = {}
         for work in self.works():
-            held = self.estimator.held(work, self.layers.filled(Layer.of(work, whole=True))[0])
+            held = self.estimator.held(work,
+                                       self.layers.filled(PlannedLayer.of(work, whole=True))[0])
             shared, routed, _ = self.rates(work.replicas, work.expert_parallel)
             needed = np.max([shared * parameters + routed * experts + more
                              for parameters, experts, more in held], axis=0)
@@ -204,7 +207,7 @@ class Screening:
     def _alone(self, plans: tuple[Choice, States]) -> list[tuple[float, tuple[Choice, States]]]:
         """Bound the seconds of layers alone from below, in their best place."""
         choice, _ = plans
-        self.progress(f"{choice.family}: {describe(choice)}")
+        self.progress(f"{choice.family}: {describe_choice(choice)}")
         full = choice.recompute == "full"
         return [(min(self.estimator.alone(choice, work, LEAST_AGAIN * work.forward * full,
                                           UNSURE_SCREENED) for work in self.placed(
@@ -214,7 +217,7 @@ class Screening:
         """Price the layers of a division of work in each place on the nodes."""
         states = [choice._replace(shards=one) for one in self.training.shards(
             choice._replace(zero=1))]
-        return [*map(self.screened, {Layer.of(one._replace(inside=inside)) for one in states
+        return [*map(self.screened, {PlannedLayer.of(one._replace(inside=inside)) for one in states
                                      for inside in self.training.insides(one)})]
 
     def _in_places(self, plans: tuple[Choice, States]) -> Iterator[Scored]:
@@ -224,19 +227,19 @@ class Screening:
             choice = work._replace(zero=one.zero, shards=one.shards)
             for inside in self.training.insides(choice):
                 placed = choice._replace(inside=inside) if inside else choice
-                yield self.estimator.bound(placed, self.screened(Layer.of(placed)),
+                yield self.estimator.bound(placed, self.screened(PlannedLayer.of(placed)),
                                            UNSURE_SCREENED), placed
 
     def traced_bound(self, choice: Choice) -> list[Scored]:
         """Bound the seconds of a plan from below by dry runs of a layer; nothing if too large."""
         if not self.may_fit(choice):
             return []
-        return [(self.estimator.bound(choice, self.traced(Layer.of(choice)), UNSURE_TRACED),
+        return [(self.estimator.bound(choice, self.traced(PlannedLayer.of(choice)), UNSURE_TRACED),
                  choice)]
 
     def may_fit(self, choice: Choice) -> bool:
         """Return whether a plan fits by dry runs of a layer, or almost."""
-        layer = Layer.of(choice).anywhere
+        layer = PlannedLayer.of(choice).anywhere
         most = TRACED_SLACK * self.limit
         needed = self.estimator.memory(choice, layer_bytes(self.training, layer,
                                                            self.layers.alone(layer)))

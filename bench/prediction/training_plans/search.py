@@ -13,11 +13,11 @@ from typing import Callable, Iterable
 from bench.errors import UsageError
 from bench.prediction.pipelines.pipeline_model import PipelineModel
 from bench.prediction.pipelines.pipeline_seconds import fullest_stage
-from bench.prediction.pipelines.training_step import (TrainingStep, memory_by_kind, model_flops,
+from bench.prediction.pipelines.training_step import (TrainingStep, flops_of_step, memory_by_kind,
                                                       predict_step)
 from bench.prediction.training_plans.choices import FEW_GPUS, Choice, Training
-from bench.prediction.training_plans.dimensions import changed, describe, searched
-from bench.prediction.training_plans.layer_work import Layer, Layers
+from bench.prediction.training_plans.dimensions import changed, describe_choice, searched
+from bench.prediction.training_plans.layer_work import Layers, PlannedLayer
 from bench.prediction.training_plans.screening import SLACK, Scored, Screening, ordered, refined
 
 DOUBT = 0.01        # of the seconds of a family's best, on more than `FEW_GPUS`
@@ -61,8 +61,8 @@ class TrainingPlan:
 
     @cached_property
     def flops(self) -> dict[str, float]:
-        """Return the result of `model_flops`."""
-        return model_flops(self.model)
+        """Return the result of `flops_of_step`."""
+        return flops_of_step(self.model)
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ class Search(Screening):
             plan = self.predicted(choice)
             return [] if plan is None else [(plan.seconds, plan)]
         for _, plan in refined(refined(plans, self.traced_bound), exact, self.doubt):
-            self.progress(f"running a step dry: {describe(plan.choice)}")
+            self.progress(f"running a step dry: {describe_choice(plan.choice)}")
             if plan.memory["all"] <= self.limit:
                 return plan
             self.least = min(self.least, plan.memory["all"])
@@ -180,11 +180,11 @@ class Search(Screening):
 
     def predicted(self, choice: Choice) -> TrainingPlan | None:
         """Predict a plan exactly; None for one that the library refuses, which is noted."""
-        self.progress(f"predicting {describe(choice)}")
+        self.progress(f"predicting {describe_choice(choice)}")
         plan = self.exact(choice)
         if isinstance(plan, TrainingPlan):
             return plan
-        self.refused[describe(choice)] = plan
+        self.refused[describe_choice(choice)] = plan
         return None
 
     def _exact(self, choice: Choice) -> TrainingPlan | str:
@@ -193,7 +193,7 @@ class Search(Screening):
             model = training.model(choice)
             step = predict_step(model, training.machine, overlap=training.overlap,
                                 inside=choice.inside)
-            filled = self.traced(Layer.of(choice).anywhere).filled
+            filled = self.traced(PlannedLayer.of(choice).anywhere).filled
             first, last, *between = self.estimator.needed(choice, self.estimator.held(
                 choice, filled))
             first = max(first, *between, 0.0)
@@ -207,11 +207,11 @@ class Search(Screening):
         """Return the fastest plan that fits and differs in one choice, or why there is none."""
         screened, others = [], [*changed(self.training, name, best)]
         for choice in others:
-            filled, _ = self.layers.filled(Layer.of(choice, whole=True))
+            filled, _ = self.layers.filled(PlannedLayer.of(choice, whole=True))
             if self.estimator.memory(choice, filled) <= SLACK * self.limit:
                 screened.append((self.estimator.seconds(
-                    choice, self.screened(Layer.of(choice))), choice))
-        refined = [(self.estimator.seconds(choice, self.traced(Layer.of(choice))), choice)
+                    choice, self.screened(PlannedLayer.of(choice))), choice))
+        refined = [(self.estimator.seconds(choice, self.traced(PlannedLayer.of(choice))), choice)
                    for _, choice in ordered(screened)[:TRIES] if self.may_fit(choice)]
         for _, choice in ordered(refined)[:TRIES]:
             plan = self.predicted(choice)
@@ -221,5 +221,6 @@ class Search(Screening):
 
     def _fits(self, plan: TrainingPlan) -> bool:
         """Return whether a plan fits, by a dry run of a step where that of a layer is unsure."""
-        needed = self.estimator.memory(plan.choice, self.traced(Layer.of(plan.choice)).filled)
+        needed = self.estimator.memory(plan.choice,
+                                       self.traced(PlannedLayer.of(plan.choice)).filled)
         return needed < SURE * self.limit or plan.memory["all"] <= self.limit

@@ -40,7 +40,7 @@ from bench.statistics import median_interval
 
 BOUNDS = ("median", "low", "high", "confidence")
 Derived = dict[str, tuple[Any, str]]    # numbers and units, by name
-NAMES = {path.stem for path in Path(__file__).parent.glob("*.py")} - {"__init__"}
+KIND_NAMES = {path.stem for path in Path(__file__).parent.glob("*.py")} - {"__init__"}
 
 
 def derive(record: Any) -> Derived:
@@ -89,9 +89,9 @@ def schemas_of(kind: str) -> dict[str, dict[str, Any]]:
 def module_of(kind: str) -> ModuleType | None:
     """Return the file of a kind; None without one."""
     name = kind.replace("-", "_")
-    if name not in NAMES and kind.startswith("gpu-"):
+    if name not in KIND_NAMES and kind.startswith("gpu-"):
         name = "gpu"
-    return importlib.import_module(f"{__name__}.{name}") if name in NAMES else None
+    return importlib.import_module(f"{__name__}.{name}") if name in KIND_NAMES else None
 
 
 def each(make: Callable[[Any], list]) -> Callable[[Sequence[Any]], list]:

@@ -52,7 +52,7 @@ def slowed(record: Measurements) -> float:
 
 
 @dataclass(frozen=True)
-class Row:
+class CombinedRow:
     """A row beside the others of its group.
 
     Attributes
@@ -107,19 +107,19 @@ class Row:
 
         Nothing is chosen unless all rows are predicted.
         """
-        rows = rows_of(self.group)
+        rows = rows_of_group(self.group)
         return ", ".join(
             [*["fastest"] * (self.seconds == min(one.seconds for one in rows)),
              *["chosen"] * (self.predicted == min([one.predicted for one in rows if all(
                  other.is_predicted for other in rows)], default=None))])
 
 
-def rows_of(group: Sequence[Measurements]) -> list[Row]:
+def rows_of_group(group: Sequence[Measurements]) -> list[CombinedRow]:
     """Return the rows of a group."""
-    return [Row(record, tuple(group)) for record in group]
+    return [CombinedRow(record, tuple(group)) for record in group]
 
 
-def groups(records: Iterable[Measurements]) -> list[list[Row]]:
+def row_groups(records: Iterable[Measurements]) -> list[list[CombinedRow]]:
     """Return the rows by group and number of ranks, the latest of each, by their numbers."""
     found: dict[tuple, dict[int, Measurements]] = {}
     for record in sorted(records, key=lambda one: one.created):
@@ -127,11 +127,11 @@ def groups(records: Iterable[Measurements]) -> list[list[Row]]:
                describe_cluster(record.environment), record.configuration.get("preset", ""),
                record.environment.get("cpu_model", "") * ("preset" in record.configuration))
         found.setdefault(key, {})[int(record.configuration["row"])] = record
-    return [rows_of([rows[number] for number in sorted(rows)])
+    return [rows_of_group([rows[number] for number in sorted(rows)])
             for _, rows in sorted(found.items())]
 
 
-def heading(rows: Sequence[Row]) -> str:
+def group_heading(rows: Sequence[CombinedRow]) -> str:
     """Return the heading of a group: its ranks, its model and its cluster."""
     chosen, env = rows[0].record.configuration, rows[0].record.environment
     experts = (f", {chosen['experts_count']} experts, top {chosen['experts_top']}"
@@ -159,8 +159,8 @@ MARKS = [Column("", align="<", of=lambda row: row.marks)]
 
 def tables(records: Sequence[Measurements]) -> list[Part]:
     """Make a table of each group, and notes."""
-    found = groups(records)
-    return [*(make_table(heading(rows), [*COLUMNS, *OF_WAITS * rows[0].waits, *MARKS], rows)
+    found = row_groups(records)
+    return [*(make_table(group_heading(rows), [*COLUMNS, *OF_WAITS * rows[0].waits, *MARKS], rows)
               for rows in found),
             Notes("Predictions and choices:", [
                 line for kind in (True, False)
@@ -168,7 +168,7 @@ def tables(records: Sequence[Measurements]) -> list[Part]:
             Notes("About these steps:", _notes([row for rows in found for row in rows]))]
 
 
-def verdicts(found: Sequence[Sequence[Row]]) -> list[str]:
+def verdicts(found: Sequence[Sequence[CombinedRow]]) -> list[str]:
     """Say how far predictions are off, and how far the planner's choices are from the fastest."""
     every = [row for rows in found for row in rows]
     errors = [abs(row.error) for row in every if row.is_predicted]
@@ -198,7 +198,7 @@ def verdicts(found: Sequence[Sequence[Row]]) -> list[str]:
     return said
 
 
-def _notes(rows: Sequence[Row]) -> list[str]:
+def _notes(rows: Sequence[CombinedRow]) -> list[str]:
     count = min(len(row.record.scales["repetition"]) for row in rows)
     return [
         f"A step is forward, backward and AdamW, from the first rank's begin to the last one's "
@@ -211,11 +211,11 @@ def _notes(rows: Sequence[Row]) -> list[str]:
         f"{largest_error(check for row in rows for check in row.record.checks)}."]
 
 
-def _notes_of_waits(rows: Sequence[Row]) -> list[str]:
+def _notes_of_waits(rows: Sequence[CombinedRow]) -> list[str]:
     if not rows:
         return []
     chosen, env = rows[-1].record.configuration, rows[-1].record.environment
-    allowed: dict[float, list[Row]] = {}
+    allowed: dict[float, list[CombinedRow]] = {}
     for row in rows:
         allowed.setdefault(float(row.record.configuration["software_share"]), []).append(row)
     shares = [_above(share, some) for share, some in sorted(allowed.items())]
@@ -232,7 +232,7 @@ def _notes_of_waits(rows: Sequence[Row]) -> list[str]:
         "of a node, and the waits, without software; nothing is fitted."]
 
 
-def _above(share: float, rows: Sequence[Row]) -> str:
+def _above(share: float, rows: Sequence[CombinedRow]) -> str:
     """Say in how many of the rows with this allowed share of software it takes more."""
     above = sum(float(row.record.values("share_of_software")) > share for row in rows)
     ranks = ", ".join(dict.fromkeys(str(row.record.environment["ranks"]) for row in rows))
@@ -240,7 +240,7 @@ def _above(share: float, rows: Sequence[Row]) -> str:
             f"{counted(len(rows), 'row')}")
 
 
-def _notes_of_computing(rows: Sequence[Row]) -> list[str]:
+def _notes_of_computing(rows: Sequence[CombinedRow]) -> list[str]:
     if not rows:
         return []
     names = dict.fromkeys(str(row.record.configuration["predicted_by"]) for row in rows

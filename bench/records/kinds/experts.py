@@ -8,8 +8,8 @@ from bench.records.measurements import Measurements, Place, list_places
 from bench.records.notes import counted, equal_rate_notes, largest_error
 from mm3d.model.experts.totals import utilisation_entropy
 
-KINDS = ["layer", "grouped products", "one product", "PyTorch loop", "PyTorch padded",
-         "PyTorch grouped"]
+EXPERT_KINDS = ["layer", "grouped products", "one product", "PyTorch loop", "PyTorch padded",
+                "PyTorch grouped"]
 SCHEMAS = {
     "experts": {
         "verified": True,
@@ -29,7 +29,7 @@ SCHEMAS = {
             "part_seconds": "routing phase part bound", "ratio": "routing kind bound",
             "seconds": "routing kind bound", "share_of_one_product": "routing bound"},
         "labels": {
-            "kind": [KINDS[:count] for count in (3, 5, 6)],
+            "kind": [EXPERT_KINDS[:count] for count in (3, 5, 6)],
             "phase": [["forward", "backward"]]}}}
 
 

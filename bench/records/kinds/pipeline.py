@@ -52,14 +52,14 @@ def derive(record: Measurements) -> Derived:
     times = raw["times"]
     steps, hop = durations(times, schedule), float(np.median(raw["hop_samples"]))
     timeline = clock_timeline(schedule, steps, hop)
-    found = {"seconds": (medians(step_seconds(times)), "s"),
+    found = {"seconds": (medians(repetition_seconds(times)), "s"),
              "bubble": (medians(bubble_rates(times, schedule)), "1"),
              "durations": (steps, "s"), "hop": (hop, "s"),
              "clock_seconds": (float(timeline.makespan), "s"),
              "clock_bubble": (float(timeline.bubble_rate), "1")}
     if "reference_times" in raw:
         sides = [times, raw["reference_times"]]
-        own, reference = map(step_seconds, sides)
+        own, reference = map(repetition_seconds, sides)
         found |= {"reference_seconds": (medians(reference), "s"),
                   "ratio": (medians(reference / own), "1")}
         if "slept" in raw:
@@ -111,7 +111,7 @@ def bubble_rates(times: np.ndarray, schedule: Schedule) -> np.ndarray:
     return 1 - work / cost
 
 
-def step_seconds(times: np.ndarray) -> np.ndarray:
+def repetition_seconds(times: np.ndarray) -> np.ndarray:
     """Compute the makespan of each repetition, from the first begin to the last end of all."""
     return elapsed(times.reshape(len(times), -1, 2))
 
@@ -156,7 +156,7 @@ def overheads(times: np.ndarray, slept: np.ndarray, schedule: Schedule) -> np.nd
     """
     found = []
     by_rank = slept.reshape(len(slept), schedule.ranks, -1, slept.shape[-1]).mean(axis=2)
-    for seconds, repetition in zip(step_seconds(times), by_rank):
+    for seconds, repetition in zip(repetition_seconds(times), by_rank):
         steps = np.zeros((slept.shape[-1], schedule.stage_count))
         for rank, stages in enumerate(schedule.stages):
             steps[:, list(stages)] = repetition[rank][:, np.newaxis]

@@ -211,15 +211,16 @@ def tables(records: Sequence[Measurements]) -> list[Part]:
         hidden = [SweptMoment(record, one, at, whole) for whole, one in with_overlap(curves)
                   for at in links]
         parts += [
-            make_table(heading(record), _seconds(record), curves),
-            *[make_table(f"{heading(record)}: what overlap hides", HIDDEN, hidden)] * bool(hidden),
-            make_table(f"{heading(record)}: predictions", PREDICTIONS, [
+            make_table(sweep_heading(record), _seconds(record), curves),
+            *([make_table(f"{sweep_heading(record)}: what overlap hides", HIDDEN, hidden)]
+              if hidden else []),
+            make_table(f"{sweep_heading(record)}: predictions", PREDICTIONS, [
                 SweptMoment(record, one, at) for one in curves for at in links]),
             Notes("Where each is the fastest:", describe_crossovers(record, curves))]
     return [*parts, Notes("About these rates of links:", _notes(records))]
 
 
-def heading(record: Measurements) -> str:
+def sweep_heading(record: Measurements) -> str:
     """Return the heading of a sweep: its table, its layers and its emulated cluster."""
     cluster = Cluster.parse(str(record.environment["emulated_cluster"]))
     return (f"{HEADINGS[str(record.configuration['table'])]}, "

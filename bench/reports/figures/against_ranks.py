@@ -10,9 +10,8 @@ from bench.records.folder import Results
 from bench.records.model_run import Run
 from bench.records.notes import words_note
 from bench.reports import merit
-from bench.reports.figures.by_scheme import (Point, TICKS, draw_closed_form, draw_intervals,
-                                             draw_line, make_rank_figure, own_grid,
-                                             write_caption)
+from bench.reports.figures.by_scheme import (FigurePoint, TICKS, draw_closed_form, draw_intervals,
+                                             draw_line, make_rank_figure, own_grid, write_caption)
 from bench.reports.figures.style import add_legends, label_plainly, start_at_zero
 from bench.reports.paper_tables import measured_average
 from bench.statistics import Interval, median_interval
@@ -151,7 +150,7 @@ def paper_rate(row: Row) -> float:
     return sum(cost.flops(sizes).values()) / (row.forward + row.backward)
 
 
-def relative_rates(points: list[Point], whole: bool) -> list[Point]:
+def relative_rates(points: list[FigurePoint], whole: bool) -> list[FigurePoint]:
     """Divide rates, or unless `whole` rates per rank, by the rate per rank at the fewest ranks."""
     if not points:
         return []
@@ -164,7 +163,7 @@ def counted_words(run: Run) -> float:
     return run.traffic["words"].sum() / run.ranks / run.configuration["batch"]
 
 
-def closed_form_points(runs: list[Run], table: str) -> list[Point]:
+def closed_form_points(runs: list[Run], table: str) -> list[FigurePoint]:
     """Compute the closed form at the runs' ranks, and between them where sizes stay the same.
 
     Points between are for the paper's schemes only, whose grids are all of one kind.

@@ -12,7 +12,7 @@ from mm3d.grid.shape import GridShape
 STYLES = dict(zip(TITLES, itertools.cycle(CYCLE)))    # the paper's schemes have the first
 ASIDE = (-1, 0, 1, -2, 2, -3, 3, -4)    # horizontal shifts of the schemes' intervals
 TICKS = (8, 16, 36, 64)
-Point = tuple[int, float]
+FigurePoint = tuple[int, float]
 
 
 def scheme_style(scheme: str) -> tuple[str, str]:
@@ -44,7 +44,7 @@ def make_rank_figure(rows: int, columns: int, size: tuple[float, float], heading
     return figure, panels
 
 
-def draw_line(panel, scheme: str, points: list[Point], **how) -> None:
+def draw_line(panel, scheme: str, points: list[FigurePoint], **how) -> None:
     """Draw the points of a scheme, joined."""
     colour, marker = scheme_style(scheme)
     if points:
@@ -59,7 +59,7 @@ def draw_intervals(panel, scheme: str, points: list[tuple[int, float, float]]) -
         draw_bar(panel, ranks * aside, bounds, scheme_style(scheme)[0])
 
 
-def draw_closed_form(panel, scheme: str, points: list[Point]) -> None:
+def draw_closed_form(panel, scheme: str, points: list[FigurePoint]) -> None:
     """Draw the closed form of a scheme, joined; dashes for one point or an unpublished scheme.
 
     The latter may have points on grids of different shapes, with no line between them.

@@ -14,7 +14,7 @@ WIDTH, LINE = 9.0, 0.3    # inches
 
 def make_combined_drawings(records: Sequence[Measurements]) -> Iterator[style.Drawing]:
     """List the figure of all training steps of kind "combined"; none without any."""
-    found = combined.groups(one for one in records if one.kind == "combined")
+    found = combined.row_groups(one for one in records if one.kind == "combined")
     if found:
         yield style.Drawing(
             "training-steps-on-meshes", "Seconds of a training step on meshes of all dimensions, "
@@ -22,7 +22,7 @@ def make_combined_drawings(records: Sequence[Measurements]) -> Iterator[style.Dr
             partial(_draw, found))
 
 
-def _draw(found: Sequence[Sequence[combined.Row]]):
+def _draw(found: Sequence[Sequence[combined.CombinedRow]]):
     """Draw a panel for each group: a bar for each mesh, with a mark for its prediction."""
     heights = [1.4 + len(rows) for rows in found]
     how = {rows[0].waits: ("ranks waiting for modelled work on an emulated cluster" if
@@ -38,7 +38,7 @@ def _draw(found: Sequence[Sequence[combined.Row]]):
     return figure
 
 
-def _panel(panel, rows: Sequence[combined.Row]) -> None:
+def _panel(panel, rows: Sequence[combined.CombinedRow]) -> None:
     places = np.arange(len(rows))
     panel.barh(places, [row.seconds for row in rows], color=style.SKY, label="measured, median")
     if rows[0].waits:

@@ -22,7 +22,7 @@ def draw_story(path: str | Path, frames: Frames) -> Path:
 
     Raises UsageError when the name has another ending; LeftOut when it cannot be drawn.
     """
-    style.check_name(path, moving=True)
+    style.check_picture(path, moving=True)
     if Path(path).suffix == ".gif":
         return style.save_animation(path, [
             (partial(_figure, frames, [moment], INCHES), duration)

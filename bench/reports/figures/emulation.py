@@ -7,12 +7,12 @@ from bench.cases.paper import HEADINGS, PROPOSED, title
 from bench.records.folder import Results
 from bench.reports import emulated, speed_ups
 from bench.reports.emulated_rows import Emulated
-from bench.reports.emulated_tables import MARK, emulated_rows, group_rows
+from bench.reports.emulated_tables import STAR, emulated_rows, group_rows
 from bench.reports.figures.against_ranks import counted_words
-from bench.reports.figures.by_scheme import (Point, TICKS, draw_intervals, draw_line,
+from bench.reports.figures.by_scheme import (FigurePoint, TICKS, draw_intervals, draw_line,
                                              make_rank_figure)
 from bench.reports.figures.labels import Label, place_labels
-from bench.reports.figures.style import LeftOut, label_handles, label_plainly
+from bench.reports.figures.style import NoFigure, label_handles, label_plainly
 
 # Read from the last row of a room: larger than the figures of a report.
 LARGE = {"font.size": 14, "axes.titlesize": 16, "axes.labelsize": 14, "xtick.labelsize": 13,
@@ -29,12 +29,12 @@ MARGIN = 1.12    # factor by which an axis extends above and below the data
 def comparable_rows(results: Results) -> list[Emulated]:
     """Return the emulated rows of results, of one cluster, machine and scale.
 
-    Raises LeftOut when rows were emulated on several clusters, machines or scales.
+    Raises NoFigure when rows were emulated on several clusters, machines or scales.
     """
     groups = group_rows(emulated_rows(results))
     if len(groups) != 1:
-        raise LeftOut(f"rows were emulated on {len(groups)} clusters, machines or scales: one "
-                      f"would do")
+        raise NoFigure(f"rows were emulated on {len(groups)} clusters, machines or scales: one "
+                       f"would do")
     return groups[0]
 
 
@@ -45,7 +45,7 @@ def draw_emulated(results: Results):
     span the same ratio, so that equal slopes and gaps are equal ratios. At the most ranks labels
     give each scheme's multiple of 3-D, where there is room.
 
-    Raises LeftOut as `comparable_rows` does.
+    Raises NoFigure as `comparable_rows` does.
     """
     from matplotlib import rc_context
     from matplotlib.ticker import EngFormatter
@@ -74,19 +74,19 @@ def draw_emulated(results: Results):
             panel.set_xlabel(unit)
         handles = label_handles(panels.flat)
         panels[0, 0].legend(handles.values(), handles.keys(), loc="upper left")
-        marked = any(MARK in label.text for label in labels)
+        marked = any(STAR in label.text for label in labels)
         figure.supxlabel("\n".join(_remarks(rows, marked)), fontsize=SMALL, color=DARK)
         place_labels(figure, labels, markers, size=LARGE["font.size"])
     return figure
 
 
-def _published(panel, rows: Sequence[Emulated]) -> list[Point]:
+def _published(panel, rows: Sequence[Emulated]) -> list[FigurePoint]:
     """Draw the seconds a sequence that the paper prints of a scheme; return the points."""
     return _line(panel, [one for one in rows if one.row.published],
                  lambda one: one.row.recomputed)
 
 
-def _emulated(panel, rows: Sequence[Emulated]) -> list[Point]:
+def _emulated(panel, rows: Sequence[Emulated]) -> list[FigurePoint]:
     """Draw a scheme's emulated seconds a sequence with their intervals; return the points.
 
     Markers are open where software takes more than its allowed share of a step.
@@ -100,19 +100,21 @@ def _emulated(panel, rows: Sequence[Emulated]) -> list[Point]:
     return points
 
 
-def _words(panel, rows: Sequence[Emulated]) -> list[Point]:
+def _words(panel, rows: Sequence[Emulated]) -> list[FigurePoint]:
     """Draw a scheme's words counted per rank and sequence; return the points."""
     return _line(panel, rows, lambda one: counted_words(one.run))
 
 
-def _line(panel, rows: Sequence[Emulated], value: Callable[[Emulated], float]) -> list[Point]:
+def _line(panel, rows: Sequence[Emulated],
+          value: Callable[[Emulated], float]) -> list[FigurePoint]:
     points = sorted((one.row.gpus, value(one)) for one in rows)
     if points:
         draw_line(panel, rows[0].row.scheme, points)
     return points
 
 
-def _multiples(panel, found: dict[str, list[Point]], rows: Sequence[Emulated]) -> list[Label]:
+def _multiples(panel, found: dict[str, list[FigurePoint]],
+               rows: Sequence[Emulated]) -> list[Label]:
     """Label the points at the most ranks with multiples of 3-D's, as the tables have them.
 
     The runs of `rows` are compared; if there are none, the points are.
@@ -128,7 +130,7 @@ def _multiples(panel, found: dict[str, list[Point]], rows: Sequence[Emulated]) -
         if runs:
             pair = runs[scheme], runs[PROPOSED]
             ratio = speed_ups.speed_up(*(one.averages for one in pair)).ratio
-            mark = MARK * (not all(one.quotable for one in pair))
+            mark = STAR * (not all(one.quotable for one in pair))
         text = f"{title(scheme)}{f' {ratio:.1f}x{mark}' * (scheme != PROPOSED)}"
         middle = ASIDE + LETTER * len(text)
         labels.append(Label(panel, text, [((ranks, value), (middle, up)) for up in (
@@ -152,7 +154,7 @@ def _span_alike(panels) -> None:
 
 
 def _remarks(rows: Sequence[Emulated], marked: bool) -> list[str]:
-    """State how the figure was measured and drawn; `marked` if labels have a `MARK`."""
+    """State how the figure was measured and drawn; `marked` if labels have a `STAR`."""
     machine = rows[0].machine
     said = ["1.5x: times what 3-D takes. Logarithmic axes; the vertical ones of a row span the "
             "same ratio. Bars: 95 % intervals.",
@@ -163,7 +165,7 @@ def _remarks(rows: Sequence[Emulated], marked: bool) -> list[str]:
         bounds = " or ".join(f"{100 * each:g} %" for each in sorted(
             {one.bound for one in above if one.bound > 0})) or "what is allowed"
         unknown = any(math.isnan(one.software) or math.isnan(one.bound) for one in above)
-        said[-1] += (f" Open markers{f' and {MARK}' * marked}: software above {bounds} of a step"
+        said[-1] += (f" Open markers{f' and {STAR}' * marked}: software above {bounds} of a step"
                      + ", or unknown" * unknown + ", not to be quoted.")
     return said
 

@@ -12,7 +12,7 @@ from bench.records.folder import FolderContents
 from bench.records.measurements import Measurements
 from bench.reports.emulated import swept_rates, waited_rows
 from bench.reports.figures import style
-from bench.reports.figures.style import Drawing, LeftOut
+from bench.reports.figures.style import Drawing, NoFigure
 
 
 # What draws each figure, FILE.FUNCTION of this folder, and a sentence that describes it, by name.
@@ -102,7 +102,7 @@ def _sizes(record: Measurements) -> str:
 
 
 def draw_figures(found: FolderContents, formats: Sequence[str] = ("png",),
-                 names: str = "", talk: bool = False) -> tuple[list[Path], list[LeftOut]]:
+                 names: str = "", talk: bool = False) -> tuple[list[Path], list[NoFigure]]:
     """Draw the figures of every preset in a folder of results into that folder.
 
     Parameters
@@ -112,7 +112,7 @@ def draw_figures(found: FolderContents, formats: Sequence[str] = ("png",),
 
     Returns
     -------
-    list of Path, list of LeftOut
+    list of Path, list of NoFigure
         The files, and the figures that are not drawn, with reasons.
 
     Raises UsageError when no figure has a name with one of these beginnings.
@@ -120,18 +120,18 @@ def draw_figures(found: FolderContents, formats: Sequence[str] = ("png",),
     drawn, left_out = _draw_named(make_row_drawings(found, True) if talk else make_drawings(found),
                                   found.folder, formats, names)
     if not drawn and not left_out:
-        left_out.append(LeftOut("all figures: nothing was measured that has one"))
+        left_out.append(NoFigure("all figures: nothing was measured that has one"))
     return drawn, left_out
 
 
-def draw_trace(path: Path, formats: Sequence[str] = ("png",),
-               names: str = "") -> tuple[list[Path], list[LeftOut]]:
+def draw_trace_file(path: Path, formats: Sequence[str] = ("png",),
+                    names: str = "") -> tuple[list[Path], list[NoFigure]]:
     """Draw a trace, the file of ``--trace``, beside it; otherwise as `draw_figures`."""
     return _draw_named([_by_name("trace.trace_drawing", path)], path.parent, formats, names)
 
 
 def _draw_named(drawings: Iterable[Drawing], folder: Path, formats: Sequence[str],
-                names: str) -> tuple[list[Path], list[LeftOut]]:
+                names: str) -> tuple[list[Path], list[NoFigure]]:
     """Draw the figures whose names begin with one of `names`; see `draw_figures`."""
     every = list(drawings)
     begins = tuple(filter(None, names.casefold().split(",")))

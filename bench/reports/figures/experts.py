@@ -24,7 +24,7 @@ def draw_parts(record: Measurements):
         f"{chosen['replicas']} replicas of {chosen['scheme']} {chosen['grid']}"))
     seconds = found["part_seconds"][..., 0]
     for r in range(len(routings)):
-        for p, side in enumerate(style.SIDES):
+        for p, side in enumerate(style.SIDE_SHIFTS):
             style.draw_stack(panels[0], r + side, [
                 (1e3 * took, COLOURS[name], None, name if r == p == 0 else "_")
                 for name, took in zip(record.scales["part"], seconds[r, p])])

@@ -12,7 +12,7 @@ INK, FAINT, OUTLINE, PANEL = "#1A1A1A", "#505050", "#A5A5A5", "#EFEFEF"
 HUES = (style.ORANGE, style.SKY, style.GREEN, style.YELLOW, style.BLUE, style.VERMILION,
         style.PURPLE, style.LIGHT_GREY)
 PATTERNS = ("", "////", "....", "xxxx")    # of each further round of colours
-MOST_RANKS = len(HUES) * len(PATTERNS)
+DRAWN_RANKS = len(HUES) * len(PATTERNS)
 PALER = 0.55    # share of white, so that dark letters are read on all colours
 
 

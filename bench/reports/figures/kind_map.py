@@ -5,15 +5,15 @@ from typing import Sequence
 
 import numpy as np
 
-from bench.prediction.meshes.kind_map import BOX, LINE, Place
+from bench.prediction.meshes.kind_map import BOX, LINE, MapPlace
 from bench.prediction.training_plans.choices import Training
 from bench.reports.figures import style
-from bench.reports.plans.kind_map import GB, heading
+from bench.reports.plans.kind_map import GB, map_heading
 
 LEAST = 2.0    # per cent of the darkest shade, so that small differences look small
 
 
-def draw_map(folder: str, asked: Training, places: Sequence[Place]) -> Path:
+def draw_map(folder: str, asked: Training, places: Sequence[MapPlace]) -> Path:
     """Draw a map into a folder; return the PNG file.
 
     Cells are blue, and bold, where X x Y x Z does more steps, orange where 1 x t x 1 does; each
@@ -23,7 +23,7 @@ def draw_map(folder: str, asked: Training, places: Sequence[Place]) -> Path:
     return style.save_picture(Path(folder) / name, lambda: _figure(asked, places))
 
 
-def _figure(asked: Training, places: Sequence[Place]):
+def _figure(asked: Training, places: Sequence[MapPlace]):
     from matplotlib.colors import LinearSegmentedColormap
     gpus, rates = (sorted({getattr(one, name) for one in places}) for name in ("gpus", "rate"))
     figure, panels = style.make_figure(1, 1, (1.9 + 1.55 * len(gpus), 2.2 + 0.72 * len(rates)), "")
@@ -45,14 +45,14 @@ def _figure(asked: Training, places: Sequence[Place]):
     panel.set_yticks(range(len(rates)), [f"{rate / GB:g}" for rate in rates])
     panel.set(xlabel="GPUs", ylabel="GB/s of a node to all others, in one direction")
     panel.set_title(f"Where {BOX} is faster than {LINE}, each with its best pipeline (a model)\n"
-                    + heading(asked))
+                    + map_heading(asked))
     figure.colorbar(image, label=f"% more steps by {BOX} than by {LINE}")
     figure.supxlabel(f"bold: {BOX} is faster; estimates by closed forms, of plans that fit the "
                      f"memory; nothing here was measured")
     return figure
 
 
-def _text(one: Place) -> str:
+def _text(one: MapPlace) -> str:
     """Say the faster kind, by how much, and its grid and stages."""
     if not one.best:
         return "none fits"

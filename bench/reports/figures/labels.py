@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Sequence
 
-Box = tuple[float, float, float, float]    # left, bottom, right, top, in pixels
+PixelBox = tuple[float, float, float, float]    # left, bottom, right, top, in pixels
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def place_labels(figure, labels: Sequence[Label], markers: Sequence[tuple[object
     renderer = FigureCanvasAgg(figure).get_renderer()
     figure.draw_without_rendering()    # the layout places the panels
     half = size * figure.dpi / 72 / 2
-    taken: list[Box] = []
+    taken: list[PixelBox] = []
     for panel, x, y in markers:
         at = panel.transData.transform((x, y))
         taken.append((*(at - half), *(at + half)))
@@ -77,7 +77,7 @@ def place_labels(figure, labels: Sequence[Label], markers: Sequence[tuple[object
             text.remove()
 
 
-def _overlap(a: Box, b: Box) -> float:
+def _overlap(a: PixelBox, b: PixelBox) -> float:
     """Compute the area that two boxes have in common."""
     width, height = (min(a[k + 2], b[k + 2]) - max(a[k], b[k]) for k in (0, 1))
     return max(width, 0) * max(height, 0)

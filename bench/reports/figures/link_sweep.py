@@ -123,7 +123,7 @@ def _panel(panel, record: Measurements) -> None:
         for at, link in enumerate(links)])
     panel.minorticks_off()
     style.label_plainly(panel.yaxis)
-    panel.set_title(sweep.heading(record).replace("; ", "\n"))
+    panel.set_title(sweep.sweep_heading(record).replace("; ", "\n"))
     panel.legend()
 
 

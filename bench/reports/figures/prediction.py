@@ -10,10 +10,10 @@ import numpy as np
 from bench.cases.paper import HEADINGS, PAPER
 from bench.cases.selection import select_rows
 from bench.prediction import machine_model, memory_fit, planner
-from bench.prediction.closed_form_plan import Plan, screen_grid
+from bench.prediction.closed_form_plan import GridPlan, screen_grid
 from bench.prediction.published import paper_fit
-from bench.prediction.published.scaling import (Curves, average_step_time, find_crossovers,
-                                                plan_families, strong_sizes, weak_sizes)
+from bench.prediction.published.scaling import (Curves, find_crossovers, plan_families,
+                                                predict_step_time, strong_sizes, weak_sizes)
 from bench.reports.figures import style
 from mm3d.model import cost
 from mm3d.model.stack import Stack
@@ -50,7 +50,7 @@ def _save(folder: str, name: str, draw: Callable, text: str,
     return style.save_picture(Path(folder) / name, make)
 
 
-def _lines(panel, found: Curves, value: Callable[[Plan], float]) -> None:
+def _lines(panel, found: Curves, value: Callable[[GridPlan], float]) -> None:
     for family, points in found.items():
         colour, marker = FAMILY_STYLES[family]
         panel.plot([r for r, _ in points], [value(p) for _, p in points], color=colour,
@@ -92,7 +92,7 @@ def _memory(panel, found: Curves, machine: machine_model.Machine, stack: Stack) 
     panel.legend()
 
 
-def _map(panel, found: list[Plan], ranks: int, machine: str) -> None:
+def _map(panel, found: list[GridPlan], ranks: int, machine: str) -> None:
     """Draw predicted seconds over X and Y; Z follows from the ranks."""
     xs, ys = (sorted({p.grid[c] for p in found}) for c in "xy")
     cells = np.full((len(ys), len(xs)), np.nan)
@@ -117,7 +117,7 @@ def _map(panel, found: list[Plan], ranks: int, machine: str) -> None:
     panel.figure.colorbar(image, label="log10 of seconds")
 
 
-def draw_scaling(folder: str, outcome: paper_fit.Outcome) -> Path:
+def draw_predicted_scaling(folder: str, outcome: paper_fit.Outcome) -> Path:
     """Draw both tables as published and as predicted, to 4096 GPUs."""
     text = (f"Predicted on the model of {outcome.machine.name}, fitted on every other published "
             f"row; beyond 64 GPUs nothing was measured.")
@@ -135,7 +135,7 @@ def _scaling(panel, name: str, outcome: paper_fit.Outcome) -> None:
     of = weak_sizes if name == "weak" else strong_sizes
     for scheme, family in zip(PAPER, ("1-D", "2-D", "3-D cube")):
         colour, marker = FAMILY_STYLES[family]
-        points = [(p, average_step_time(outcome, scheme, p, of(scheme, p))) for p in ticks[scheme]]
+        points = [(p, predict_step_time(outcome, scheme, p, of(scheme, p))) for p in ticks[scheme]]
         panel.plot(*zip(*points), color=colour, linewidth=1.2, label=f"{family}, predicted")
         rows = select_rows(name, scheme)
         panel.plot([r.gpus for r in rows], [r.recomputed for r in rows], linestyle="",

@@ -21,7 +21,7 @@ EDGE = 16384     # of its square matrices
 LAYERED = "2.5d-sd"    # shown with several numbers of layers
 WIDTHS = (4.2, 2.2, 0.9)    # of lines in one place, the widest drawn first
 TOGETHER = 2 ** 0.2    # lines whose ends differ by less than this factor share a label
-Shape = tuple[int, int, int]
+MatrixShape = tuple[int, int, int]
 
 
 def draw_words_against_ranks(record: Measurements):
@@ -101,7 +101,7 @@ def draw_words_against_memory(record: Measurements):
     return figure
 
 
-def _draw_trade(panel, points: list[tuple[str, GridShape, float, float]], shape: Shape,
+def _draw_trade(panel, points: list[tuple[str, GridShape, float, float]], shape: MatrixShape,
                 ranks: int, heading: str) -> None:
     """Draw words against memory in units of the matrices' share, with both bounds."""
     M, N, K = shape
@@ -150,7 +150,7 @@ def _larger_grids() -> Iterator[tuple[str, GridShape]]:
                 yield name, shape
 
 
-def _modelled(name: str, form: str, sizes: GridShape, shape: Shape) -> tuple[float, float]:
+def _modelled(name: str, form: str, sizes: GridShape, shape: MatrixShape) -> tuple[float, float]:
     """Return the peak memory of a rank in words, and the mean words that a rank moves.
 
     The memory is the greater of the first and the last rank's.
@@ -160,7 +160,7 @@ def _modelled(name: str, form: str, sizes: GridShape, shape: Shape) -> tuple[flo
     return memory, closed_form_words(name, form, sizes, shape) / sizes.ranks
 
 
-def _peak_bytes(name: str, form: str, sizes: GridShape, shape: Shape, rank: int) -> int:
+def _peak_bytes(name: str, form: str, sizes: GridShape, shape: MatrixShape, rank: int) -> int:
     """Return the peak bytes of a rank's float32 arrays, by a dry run of the forward product."""
     grid = Grid(DryCommunicator(sizes.ranks, rank), DryBackend(), **sizes)
     product = algorithms_with_products()[name].matrix_product(grid, form, shape)
@@ -176,7 +176,7 @@ def _peak_bytes(name: str, form: str, sizes: GridShape, shape: Shape, rank: int)
     return peak
 
 
-def _default_words(name: str, form: str, shape: Shape, ranks: int) -> float:
+def _default_words(name: str, form: str, shape: MatrixShape, ranks: int) -> float:
     """Return the closed form on an algorithm's default grid; NaN without such grid or form."""
     sizes = by_scheme.own_grid(algorithms_with_products()[name], ranks)
     return math.nan if sizes is None else closed_form_words(name, form, sizes, shape)
@@ -192,7 +192,7 @@ def _styles() -> dict[str, tuple[str, str]]:
     return known | dict(zip(others, free + more * len(others)))
 
 
-def _shape(record: Measurements) -> Shape:
+def _shape(record: Measurements) -> MatrixShape:
     return tuple(record.configuration[letter] for letter in "MNK")
 
 

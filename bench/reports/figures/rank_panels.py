@@ -11,8 +11,8 @@ from bench.reports.figures.frames import (FAINT, HEIGHT, INCHES, INK, OUTLINE, P
                                           Moment, Pen, colour_of)
 from mm3d.schemes.matrix_product import GRADIENT_PRODUCTS
 from mm3d.tracing.block_moves import Story
-from mm3d.tracing.block_replay import (GATHERS, Held, KEEP, MatrixBlock, MULTIPLY, REDUCTIONS,
-                                       ReplayStep, Travel)
+from mm3d.tracing.block_replay import (GATHERS, HeldBlocks, KEEP, MatrixBlock, MULTIPLY,
+                                       REDUCTIONS, ReplayStep, Travel)
 
 LEFT, RIGHT, TOP, BOTTOM = 0.9, 15.7, 6.75, 0.95    # the ranks' part of it
 FEW = 8    # ranks, each with its place in letters
@@ -114,7 +114,7 @@ class RankPanels:
             for travel in step.travels:
                 self._arrow(pen, step, travel)
         first, second = SIGNS.get(self.story.form, "AB")
-        if any("_" in step_words(self.story, one) for one in steps):
+        if any("_" in step_caption(self.story, one) for one in steps):
             pen.text(WIDTH / 2, 0.8, INDICES, 11, FAINT)
         pen.text(WIDTH / 2, 0.5, f"in each rank's panel: {first} lower left, {second} upper "
                  f"right, C lower right, or their gradients", 11, FAINT)
@@ -131,7 +131,7 @@ class RankPanels:
                 f'{name} "{spec}"' for name, spec in story.layouts.items())
         else:
             title = f"{number + 1}   {step_title(story, steps[number])}"
-            line = step_words(story, steps[number])
+            line = step_caption(story, steps[number])
         words = [sum(step.words) for step in steps]
         pen.text(0.4, 8.4, title, 19, INK, "left", weight="bold")
         pen.text(0.4, 7.72, line, 13.5, INK, "left")
@@ -152,7 +152,7 @@ class RankPanels:
             end = left + (sizes["z"] - 1) * self.group + self.columns * self.panel[0] - GAP
             pen.direction("z", (left, top + 0.5), (end, top + 0.5), active)
 
-    def _panel(self, pen: Pen, rank: int, held: Held, step: ReplayStep | None) -> None:
+    def _panel(self, pen: Pen, rank: int, held: HeldBlocks, step: ReplayStep | None) -> None:
         """Draw what a rank holds."""
         left, top = self.corner(rank)
         pen.box((left - 0.07, top - self.panel[1] + GAP - 0.07, self.panel[0] - GAP + 0.14,
@@ -170,7 +170,7 @@ class RankPanels:
                     self._block(pen, self.place(rank, matrix, block), block)
 
     @staticmethod
-    def _shown(held: Held, step: ReplayStep | None) -> Iterator[str]:
+    def _shown(held: HeldBlocks, step: ReplayStep | None) -> Iterator[str]:
         """Iterate over the matrices to draw: a gradient hides its matrix while it is computed."""
         hidden = {one[-1] for one in held if one[0] == "d"} if step and step.kind == KEEP else (
             {step.result[-1]} if step and step.result[0] == "d" and step.result in held else set())
@@ -228,7 +228,7 @@ def step_title(story: Story, step: ReplayStep) -> str:
                                     formula=product_formula(story, step.result))
 
 
-def step_words(story: Story, step: ReplayStep) -> str:
+def step_caption(story: Story, step: ReplayStep) -> str:
     """Return what a step moves, as the layouts call it, and the words of a rank and of all."""
     if step.kind == MULTIPLY:
         return "each rank multiplies the blocks that it holds: no words"

@@ -10,10 +10,11 @@ from bench.records.folder import Results
 from bench.records.model_run import Run
 from bench.reports import merit, time_parts
 from bench.reports.figures.against_ranks import measured_runs, step_rate
-from bench.reports.figures.by_scheme import (Point, draw_closed_form, draw_line, make_rank_figure,
-                                             scheme_label, scheme_style, write_caption)
+from bench.reports.figures.by_scheme import (FigurePoint, draw_closed_form, draw_line,
+                                             make_rank_figure, scheme_label, scheme_style,
+                                             write_caption)
 from bench.reports.figures.labels import Label, places_beside, place_labels
-from bench.reports.figures.style import (LeftOut, add_legends, label_plainly, make_figure,
+from bench.reports.figures.style import (NoFigure, add_legends, label_plainly, make_figure,
                                          start_at_zero)
 from bench.reports.merit_rows import most_bytes
 
@@ -30,11 +31,11 @@ def draw_roofline(results: Results):
     A rank that multiplies has a core to itself as often as others wait, so its rate is compared
     with one rank alone, and the rate of a step with that of a rank when all work at once.
 
-    Raises LeftOut when no run was traced and has the machine's peaks.
+    Raises NoFigure when no run was traced and has the machine's peaks.
     """
     lie = {key: at for key, run in results.runs.items() if (at := roofline_point(run))}
     if not lie:
-        raise LeftOut(f"{NOT_RECORDED} the machine's peaks and where its time went")
+        raise NoFigure(f"{NOT_RECORDED} the machine's peaks and where its time went")
     figure, panels = make_figure(1, 2, (11, 5.2), (
         "Roofline: rates of a rank against operations for each byte of the products' operands and "
         "results"))
@@ -127,10 +128,10 @@ def _roofline_legend(figure, schemes: list[str]) -> None:
 def draw_memory(results: Results):
     """Draw the memory that a rank keeps beside its closed form, and its peak beside a dry run's.
 
-    Raises LeftOut when no run has its memory.
+    Raises NoFigure when no run has its memory.
     """
     if not any("memory" in run.groups for run in results.runs.values()):
-        raise LeftOut(f"{NOT_RECORDED} its memory")
+        raise NoFigure(f"{NOT_RECORDED} its memory")
     figure, panels = make_rank_figure(2, 2, (9, 7.2), "Memory of the rank that has the most: "
                                       "measured, and expected")
     for row, table in zip(panels, HEADINGS):
@@ -152,7 +153,7 @@ def draw_memory(results: Results):
     return figure
 
 
-def _mebibytes(runs: list[Run], names: Iterable[str]) -> list[Point]:
+def _mebibytes(runs: list[Run], names: Iterable[str]) -> list[FigurePoint]:
     """Sum variables by number of ranks, each of the rank that has the most of it."""
     points = [(run.ranks, sum(most_bytes(run, name) for name in names) / 2 ** 20) for run in runs]
     return [point for point in points if math.isfinite(point[1])]

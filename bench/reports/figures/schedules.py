@@ -8,8 +8,8 @@ from typing import Mapping
 from bench.reports.figures import style
 from mm3d.training.schedules.clock import Timeline
 
-KINDS = {"F": ("forward", style.SKY), "B": ("backward, input", style.ORANGE),
-         "W": ("backward, weights", style.GREEN), "BW": ("backward, both", style.YELLOW)}
+ACTION_KINDS = {"F": ("forward", style.SKY), "B": ("backward, input", style.ORANGE),
+                "W": ("backward, weights", style.GREEN), "BW": ("backward, both", style.YELLOW)}
 BUBBLE = "#DDDDDD"
 PALER = 0.55
 LETTERS = 7.0    # points of the numbers of micro-batches; fewer in narrow boxes
@@ -52,8 +52,8 @@ def _rows(panel, timeline: Timeline, end: float) -> None:
             joined = action.joined, index + 1 < len(row) and row[index + 1].joined
             bottom, height = rank - 0.45 + 0.45 * joined[0], 0.45 if any(joined) else 0.9
             panel.broken_barh([(start, stop - start)], (bottom, height),
-                              facecolor=KINDS[action.kind][1], edgecolor="white", linewidth=0.4,
-                              alpha=1 if action.chunk == 0 else PALER)
+                              facecolor=ACTION_KINDS[action.kind][1], edgecolor="white",
+                              linewidth=0.4, alpha=1 if action.chunk == 0 else PALER)
             room = (stop - start) / end * (WIDTH - 1) * 72    # points
             size = min(LETTERS, room / (DIGIT * digits + APART), LETTERS * height / 0.6)
             if size >= LEAST:
@@ -69,7 +69,7 @@ def _legend(figure, timelines) -> None:
     from matplotlib.patches import Patch
     used = {action.kind for one in timelines for row in one.schedule.rows for action in row}
     patches = [Patch(facecolor=colour, label=label)
-               for kind, (label, colour) in KINDS.items() if kind in used]
+               for kind, (label, colour) in ACTION_KINDS.items() if kind in used]
     chunked = any(one.schedule.chunks > 1 for one in timelines)
     patches += [Patch(facecolor=patches[0].get_facecolor(), alpha=PALER,
                       label="paler: further chunks")] * chunked

@@ -22,14 +22,14 @@ CYCLE = ((VERMILION, "o"), (GREEN, "s"), (BLUE, "^"), (ORANGE, "v"), (PURPLE, "D
          ("black", "X"), (YELLOW, "*"))
 IN_PANEL = 5    # lines of a legend in a panel; a longer one stands beside all panels
 BESIDE = 1.9    # inches for it
-SIDES = (-0.21, 0.21)    # of a place, at which stacks of forward and backward stand
+SIDE_SHIFTS = (-0.21, 0.21)    # of a place, at which stacks of forward and backward stand
 
 
-class LeftOut(Exception):
+class NoFigure(Exception):
     """Raised for a figure that is not drawn; says why, such as which results are missing."""
 
 
-class NotDrawn(LeftOut):
+class NotDrawn(NoFigure):
     """Raised for a figure that cannot be drawn or written, whatever the results."""
 
 
@@ -62,7 +62,7 @@ def draw_image(make: Callable[[], Any], form: str, **options: Any) -> bytes:
     **options
         Arguments of ``Figure.savefig``.
 
-    Raises LeftOut when results are missing; NotDrawn when matplotlib or the system fails.  Errors
+    Raises NoFigure when results are missing; NotDrawn when matplotlib or the system fails.  Errors
     of `make`, which are errors of the program, stay what they are.
     """
     image = io.BytesIO()
@@ -90,10 +90,10 @@ def _not_drawn(*errors: type[Exception]) -> Iterator[None]:
 def save_picture(path: str | os.PathLike, make: Callable[[], Any], **options: Any) -> Path:
     """Draw a figure into a file, in the format that the file's name ends in; return the file.
 
-    Parameters and errors as those of `draw_image` and, before it is drawn, of `check_name`;
+    Parameters and errors as those of `draw_image` and, before it is drawn, of `check_picture`;
     NotDrawn also when the file cannot be written.
     """
-    check_name(path)
+    check_picture(path)
     return _write(path, draw_image(make, Path(path).suffix[1:], **options))
 
 
@@ -135,7 +135,7 @@ def save_animation(path: str | os.PathLike,
     return _write(path, found.getvalue())
 
 
-def check_name(path: str | os.PathLike, moving: bool = False) -> None:
+def check_picture(path: str | os.PathLike, moving: bool = False) -> None:
     """Check the name of a picture; UsageError when its ending is no format of pictures.
 
     A `moving` one may be a .gif.
@@ -225,19 +225,19 @@ def label_powers(axis, base: int = 10) -> None:
 def draw_pictures(draws: Iterable[Callable[[], Path]]) -> int:
     """Draw pictures and print the path of each, or why it is not drawn; 1 if one is not, else 0.
 
-    Each of `draws` returns the path, or raises `LeftOut`.
+    Each of `draws` returns the path, or raises `NoFigure`.
     """
     status = 0
     for draw in draws:
         try:
             say(draw())
-        except LeftOut as why:
+        except NoFigure as why:
             complain(f"not drawn: {why}")
             status = 1
     return status
 
 
-def report_drawn(files: Iterable[Path], left_out: Sequence[LeftOut]) -> int:
+def report_drawn(files: Iterable[Path], left_out: Sequence[NoFigure]) -> int:
     """Print the pictures of a folder, and why others are not drawn; 1 if one cannot be, else 0."""
     for path in files:
         say(path)
@@ -257,7 +257,7 @@ class Drawing:
     about : str
         The description of the figure.
     make : callable
-        Makes the matplotlib figure; raises `LeftOut` for want of results.
+        Makes the matplotlib figure; raises `NoFigure` for want of results.
     """
 
     name: str
@@ -266,21 +266,21 @@ class Drawing:
 
 
 def draw_each(drawings: Iterable[Drawing], draw: Callable[[Drawing], Iterable[Any]]) -> tuple[
-        list[Any], list[LeftOut]]:
+        list[Any], list[NoFigure]]:
     """Draw figures; return all that `draw` makes of them, and why others are not drawn."""
     drawn: list[Any] = []
-    left_out: list[LeftOut] = []
+    left_out: list[NoFigure] = []
     for one in drawings:
         try:
             for found in draw(one):
                 drawn.append(found)
-        except LeftOut as why:
+        except NoFigure as why:
             left_out.append(type(why)(f"{one.name}: {why}"))
     return drawn, left_out
 
 
 def save_drawings(drawings: Iterable[Drawing], folder: Path,
-                  formats: Sequence[str] = ("png",)) -> tuple[list[Path], list[LeftOut]]:
+                  formats: Sequence[str] = ("png",)) -> tuple[list[Path], list[NoFigure]]:
     """Save drawings in a folder; return the files, and why others are not drawn."""
     return draw_each(drawings, lambda one: (
         save_picture(folder / f"{one.name}.{form}", one.make) for form in formats))

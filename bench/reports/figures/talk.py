@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 from bench.cases.paper import HEADINGS, PROPOSED, title
 from bench.records.folder import Results
-from bench.reports.emulated_tables import MARK, speed_ups_table
+from bench.reports.emulated_tables import STAR, speed_ups_table
 from bench.reports.figures.by_scheme import scheme_style
 from bench.reports.figures.emulation import DARK, comparable_rows
-from bench.reports.figures.style import LIGHT_GREY, LeftOut, make_figure
+from bench.reports.figures.style import LIGHT_GREY, NoFigure, make_figure
 
 SIZE = (16, 9)    # inches
 LETTERS = {"font.size": 22, "axes.titlesize": 22, "axes.labelsize": 20, "xtick.labelsize": 20,
@@ -19,7 +19,7 @@ HEIGHT, GAP = 0.4, 0.9    # of a bar, and between tables
 
 
 @dataclass(frozen=True)
-class SpeedUp:
+class ComparedSpeedUp:
     """A speed-up of 3-D: over what, and by how much, published (NaN if it is not) and emulated."""
 
     table: str
@@ -34,20 +34,20 @@ class SpeedUp:
 def draw_talk(results: Results):
     """Draw the seconds of other schemes as multiples of 3-D's; the title is what they show.
 
-    Raises LeftOut as in `emulation.comparable_rows`, and without a speed-up.
+    Raises NoFigure as in `emulation.comparable_rows`, and without a speed-up.
     """
     from matplotlib import rc_context
     rows = comparable_rows(results)
     found = speed_ups(rows)
     if not found:
-        raise LeftOut("no speed-up was measured: rows of 3-D beside others would do")
+        raise NoFigure("no speed-up was measured: rows of 3-D beside others would do")
     with rc_context(LETTERS):
         figure, ((panel,),) = make_figure(1, 1, SIZE, message(found))
         place, places = 0.0, []
         for number, one in enumerate(found):
             place += GAP * (number > 0 and one.table != found[number - 1].table)
             places.append(place)
-            bars = [(one.emulated, MARK * (not one.quotable), scheme_style(PROPOSED)[0])]
+            bars = [(one.emulated, STAR * (not one.quotable), scheme_style(PROPOSED)[0])]
             if not math.isnan(one.published):
                 bars.insert(0, (one.published, "", LIGHT_GREY))
             for bar, (value, mark, colour) in enumerate(bars):
@@ -66,7 +66,7 @@ def draw_talk(results: Results):
         where = rows[0].cluster.describe() if rows[0].cluster else "emulated"
         figure.supxlabel(f"Emulated: real messages on an {where}; modelled arithmetic of "
                          f"{rows[0].machine}. Batches as published, unless equal."
-                         + f" {MARK} not to be quoted" * any(not one.quotable for one in found),
+                         + f" {STAR} not to be quoted" * any(not one.quotable for one in found),
                          fontsize=REMARK, color=DARK)
     return figure
 
@@ -77,7 +77,7 @@ def _legend() -> list:
             Patch(color=scheme_style(PROPOSED)[0], label="emulated, ranks")]
 
 
-def speed_ups(rows) -> list[SpeedUp]:
+def speed_ups(rows) -> list[ComparedSpeedUp]:
     """Return the speed-ups on the most ranks of each table, as the tables of text have them.
 
     Of equal batches those of the other scheme stand for both: 3-D gains by its own, larger ones.
@@ -90,16 +90,16 @@ def speed_ups(rows) -> list[SpeedUp]:
         for over, ranks, published, _, _, emulated, low, *_ in lines:
             name, _, like = over.removeprefix("over ").partition(", batch of ")
             if ranks == most and like != title(PROPOSED):
-                found.append(SpeedUp(table, name + ", equal batch" * bool(like), ranks,
-                                     published.value, emulated.value, low.value,
-                                     MARK not in emulated.text))
+                found.append(ComparedSpeedUp(table, name + ", equal batch" * bool(like), ranks,
+                                             published.value, emulated.value, low.value,
+                                             STAR not in emulated.text))
     return found
 
 
-def message(found: list[SpeedUp]) -> str:
+def message(found: list[ComparedSpeedUp]) -> str:
     """Say over which schemes 3-D is faster: where all intervals are above 1, and may be quoted."""
     ranks = max(one.ranks for one in found)
-    schemes: dict[str, list[SpeedUp]] = {}
+    schemes: dict[str, list[ComparedSpeedUp]] = {}
     for one in found:
         schemes.setdefault(one.over.partition(",")[0], []).append(one)
     faster = [name for name, own in schemes.items()

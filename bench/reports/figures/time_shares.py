@@ -9,8 +9,8 @@ from bench.records.folder import Results
 from bench.records.model_run import Run
 from bench.reports import time_parts
 from bench.reports.figures.by_scheme import scheme_label, write_caption
-from bench.reports.figures.style import (BLUE, DARK_GREY, GREEN, LIGHT_GREY, LeftOut, ORANGE,
-                                         PURPLE, SIDES, SKY, VERMILION, YELLOW, draw_stack,
+from bench.reports.figures.style import (BLUE, DARK_GREY, GREEN, LIGHT_GREY, NoFigure, ORANGE,
+                                         PURPLE, SIDE_SHIFTS, SKY, VERMILION, YELLOW, draw_stack,
                                          make_figure)
 from mm3d.tracing.events import PHASES
 
@@ -27,13 +27,13 @@ FURTHER = (SKY, ".."), (YELLOW, "||"), (SKY, "--"), (YELLOW, "++")
 def draw_time_shares(results: Results):
     """Draw the parts of forward and backward as shares, with the seconds above them.
 
-    Raises LeftOut when no run was traced.
+    Raises NoFigure when no run was traced.
     """
     traced = {key: found for key, run in results.runs.items()
               if (found := time_parts.mean_parts(run))}
     if not traced:
-        raise LeftOut("no run says where its time went (it was measured before that was "
-                      "recorded, or with --traced 0)")
+        raise NoFigure("no run says where its time went (it was measured before that was "
+                       "recorded, or with --traced 0)")
     looks = part_styles(results.runs[key].directions for key in traced)
     most = max(sum(key[0] == table for key in traced) for table in HEADINGS)
     figure, panels = make_figure(2, 1, (max(10, 2.2 + PAIR * most), 7.2), (
@@ -89,7 +89,7 @@ def part_styles(grids: Iterable[Sequence[str]]) -> dict[str, tuple[str, str | No
 def _stacked(panel, place: int, shares: dict[str, dict[str, float]],
              looks: dict[str, tuple[str, str | None]], size: float) -> None:
     """Draw the bars of forward and backward, with their seconds in letters of this size."""
-    for phase, side in zip(PHASES, SIDES):
+    for phase, side in zip(PHASES, SIDE_SHIFTS):
         whole = sum(shares[phase].values())
         draw_stack(panel, place + side, [(100 * shares[phase].get(name, 0.0) / whole, *look, "")
                                          for name, look in looks.items()])

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any, Iterator
 
 from bench.instruments.chrome_trace import group_tracks, nanoseconds, read_trace
-from bench.reports.figures.schedules import KINDS
-from bench.reports.figures.style import Drawing, LeftOut, make_figure
+from bench.reports.figures.schedules import ACTION_KINDS
+from bench.reports.figures.style import Drawing, NoFigure, make_figure
 from bench.reports.figures.time_shares import part_styles
 from bench.reports.time_parts import LABELS, part_title
 
@@ -38,12 +38,12 @@ def trace_drawing(path: str | Path) -> Drawing:
 def draw_trace(document: dict[str, Any]):
     """Draw the spans of each track, coloured by their part of the time, inner ones on top.
 
-    Raises LeftOut when there are none.
+    Raises NoFigure when there are none.
     """
     lanes = lanes_of(document["traceEvents"])
     pieces = [piece for lane in lanes.values() for piece in lane]
     if not pieces:
-        raise LeftOut("the trace has no spans")
+        raise NoFigure("the trace has no spans")
     end = max(piece.end for piece in pieces)
     height = min(LANE * len(lanes), LANES)
     figure, ((panel,),) = make_figure(1, 1, (WIDTH, height + 2.9), "")
@@ -98,14 +98,14 @@ def _part(span: dict[str, Any]) -> str:
     """Return the part of a span: an action of a pipeline, or one of `time_parts.stacked_parts`."""
     given = span["args"]
     kind = span["name"][:1] if "." in span["name"] and span["cat"] == "phase" else ""
-    return kind if kind in KINDS else (
+    return kind if kind in ACTION_KINDS else (
         given["axis"] if span["cat"] == "collective" else str(given.get("part", "other")))
 
 
 def _looks(pieces: list[TracePiece]) -> dict[str, tuple[str, str | None]]:
     """Return colour and hatching of the parts that are there."""
     used = dict.fromkeys(piece.part for piece in pieces)
-    known = {kind: (colour, None) for kind, (_, colour) in KINDS.items()}
+    known = {kind: (colour, None) for kind, (_, colour) in ACTION_KINDS.items()}
     directions = sorted(used.keys() - known.keys() - LABELS.keys())
     known |= part_styles([directions])
     return {part: look for part, look in known.items() if part in used}
@@ -147,7 +147,7 @@ def _legend(figure, pieces: list[TracePiece], lanes: int,
     handles = []
     for part, (colour, hatch) in looks.items():
         own = sum(piece.own for piece in pieces if piece.part == part) / lanes
-        title = KINDS[part][0] if part in KINDS else part_title(part)
+        title = ACTION_KINDS[part][0] if part in ACTION_KINDS else part_title(part)
         handles.append(Patch(facecolor=colour, hatch=hatch, edgecolor="white",
                              label=f"{title}: {own:.3g} ms"))
     figure.legend(handles=handles, loc="outside upper center", ncols=4)

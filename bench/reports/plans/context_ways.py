@@ -3,12 +3,12 @@
 from typing import Sequence
 
 from bench.document import Column, Notes, Part, Table, number_cell
-from bench.prediction.meshes.context_ways import SCHEME, WAYS, Place
+from bench.prediction.meshes.context_ways import SCHEME, WAYS, ContextPlace
 from bench.prediction.training_plans.choices import Training
 from bench.reports.plans.training_plans import GIB
 
 
-def context_parts(asked: Training, places: Sequence[Place]) -> list[Part]:
+def context_parts(asked: Training, places: Sequence[ContextPlace]) -> list[Part]:
     """Make the table, say where each way wins, and what was assumed."""
     rows = []
     for one in places:
@@ -46,7 +46,7 @@ def context_parts(asked: Training, places: Sequence[Place]) -> list[Part]:
                 "backward holds on a GPU: attention to gathered keys holds none in 16 bits"])]
 
 
-def winners(one: Place) -> list[str]:
+def winners(one: ContextPlace) -> list[str]:
     """Name the faster way, the faster if a ring is hidden, and the one that fills less."""
     gather, ring = (one.ways[way] for way in WAYS)
     return [_less(gather.seconds, ring.seconds), _less(gather.seconds, ring.hidden),

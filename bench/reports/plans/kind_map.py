@@ -4,33 +4,33 @@ import math
 from typing import Sequence
 
 from bench.document import Column, Notes, Part, Table, number_cell
-from bench.prediction.meshes.kind_map import BOX, KINDS, Place
+from bench.prediction.meshes.kind_map import BOX, MESH_KINDS, MapPlace
 from bench.prediction.training_plans.choices import Choice, Training
 
 GB = 1e9
 
 
-def map_parts(asked: Training, places: Sequence[Place]) -> list[Part]:
+def map_parts(asked: Training, places: Sequence[MapPlace]) -> list[Part]:
     """Make the table of a map, from how many GPUs X x Y x Z is faster, and what was assumed."""
     rows = []
     for one in places:
         seconds = [number_cell(one.best[kind].seconds if kind in one.best else math.nan)
-                   for kind in KINDS]
+                   for kind in MESH_KINDS]
         gain = math.nan if one.gain is None else 100 * one.gain
         rows.append([one.gpus, number_cell(one.rate / GB), *seconds, number_cell(gain, "+.1f"),
-                     *(number_cell(one.exact.get(kind, math.nan)) for kind in KINDS),
+                     *(number_cell(one.exact.get(kind, math.nan)) for kind in MESH_KINDS),
                      *(_short(one.best[kind].choice) if kind in one.best else "none fits"
-                       for kind in KINDS)])
-    return [asked.machine.described, heading(asked),
+                       for kind in MESH_KINDS)])
+    return [asked.machine.described, map_heading(asked),
             Table("The fastest plan of each kind, by estimate (a model)", [
                 Column("GPUs"), Column("links", "GB/s", align="."),
-                *(Column(kind, "s", align=".") for kind in KINDS),
+                *(Column(kind, "s", align=".") for kind in MESH_KINDS),
                 Column("steps of " + BOX, "more, %", align="."),
-                *(Column(kind, "s", "predicted", ".") for kind in KINDS),
+                *(Column(kind, "s", "predicted", ".") for kind in MESH_KINDS),
                 *(Column(kind, "grid, stages, replicas, micro-batch, recompute", align="<")
-                  for kind in KINDS)], rows),
+                  for kind in MESH_KINDS)], rows),
             Notes("Where each is faster", crossings(places)),
-            Notes("Remarks", remarks(asked))]
+            Notes("Remarks", map_remarks(asked))]
 
 
 def _short(choice: Choice) -> str:
@@ -39,13 +39,13 @@ def _short(choice: Choice) -> str:
             f"data {choice.data} ZeRO {choice.zero}, {choice.micro}, {choice.recompute}")
 
 
-def heading(asked: Training) -> str:
+def map_heading(asked: Training) -> str:
     """Name what is mapped."""
     return (f"{asked.gpt.name}, {asked.batch} sequences of {asked.seq} tokens a step, "
             f"{asked.dtype}, {asked.machine.name} with other links between nodes")
 
 
-def crossings(places: Sequence[Place]) -> list[str]:
+def crossings(places: Sequence[MapPlace]) -> list[str]:
     """Say for each rate on how many GPUs X x Y x Z is faster."""
     lines = []
     for rate in sorted({one.rate for one in places}):
@@ -56,7 +56,7 @@ def crossings(places: Sequence[Place]) -> list[str]:
     return lines
 
 
-def remarks(asked: Training) -> list[str]:
+def map_remarks(asked: Training) -> list[str]:
     """Say what the kinds are, and what the model is."""
     per_node, inside = asked.machine.ranks_per_node, asked.machine.node.bytes_per_second
     return ["each kind with or without a pipeline, replicas, ZeRO and recomputation, whichever is "

@@ -3,7 +3,7 @@
 from typing import Iterator, Sequence
 
 from bench.document import Column, Notes, Part, Rows, Table, number_cell
-from bench.prediction.meshes.layer_costs import COSTS, COUNTS, Costs
+from bench.prediction.meshes.layer_costs import COSTS, LAYER_COUNTS, Costs
 from mm3d.model.sizes import ModelSizes
 
 UNEQUAL = 1.05    # a scheme is unbalanced from this ratio of the largest to the mean on
@@ -53,7 +53,7 @@ def layer_costs_parts(found: Sequence[Costs], missing: Sequence[str], ranks: int
     """Make the table of `bench.prediction.meshes.layer_costs.list_layer_costs`, and its notes."""
     rows: Rows = []
     for one in found:
-        for count in COUNTS:
+        for count in LAYER_COUNTS:
             values, printed = one.counted[count], one.printed.get(count, float("nan"))
             rows.append([one.scheme, str(one.grid), NAMES[count],
                          *(number_cell(value, ",.0f") for value in (
@@ -109,7 +109,7 @@ def _left_out_in_print(found: Sequence[Costs]) -> Iterator[str]:
 def _unequal_schemes(found: Sequence[Costs]) -> Iterator[str]:
     """Name schemes in which a rank stores, computes or moves much more than the mean."""
     for one in found:
-        unequal = [f"{NAMES[count]} {_imbalance(one, count):.2f}" for count in COUNTS
+        unequal = [f"{NAMES[count]} {_imbalance(one, count):.2f}" for count in LAYER_COUNTS
                    if count != "messages" and _imbalance(one, count) > UNEQUAL]
         if not unequal:
             continue

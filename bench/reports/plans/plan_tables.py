@@ -3,14 +3,14 @@
 from typing import Sequence
 
 from bench.document import Column, Notes, Table, number_cell
-from bench.prediction.closed_form_plan import Plan
+from bench.prediction.closed_form_plan import GridPlan
 from bench.prediction.planner import bound_regime
 from mm3d import ModelSizes
 from mm3d.model import cost
 from mm3d.schemes import find_scheme
 
 
-def plan_table(plans: Sequence[Plan], fits: Sequence[str]) -> Table:
+def plan_table(plans: Sequence[GridPlan], fits: Sequence[str]) -> Table:
     """Make the table of plans, with the text of `fits` for each."""
     rows = [[p.scheme, str(p.grid),
              *map(number_cell, (p.seconds, p.forward, p.backward, p.words["forward"] / 1e6,
@@ -23,7 +23,7 @@ def plan_table(plans: Sequence[Plan], fits: Sequence[str]) -> Table:
         Column("fits without", "an optimizer", align="<")], rows)
 
 
-def plan_remarks(plans: Sequence[Plan], sizes: ModelSizes, ranks: int, took: float,
+def plan_remarks(plans: Sequence[GridPlan], sizes: ModelSizes, ranks: int, took: float,
                  experts: bool = False) -> Notes:
     """State the plan with the fewest words, the default grids, and the seconds of planning.
 
@@ -46,7 +46,7 @@ def plan_remarks(plans: Sequence[Plan], sizes: ModelSizes, ranks: int, took: flo
     return Notes("Remarks", lines)
 
 
-def _default(scheme: str, plans: Sequence[Plan], least: Plan, ranks: int) -> list[str]:
+def _default(scheme: str, plans: Sequence[GridPlan], least: GridPlan, ranks: int) -> list[str]:
     """State the words of the default grid of a scheme that has several grids."""
     own = {p.grid: p for p in plans if p.scheme == scheme}
     try:

@@ -5,10 +5,11 @@ from typing import Sequence
 
 from bench.document import Cell, Column, Notes, Part, Table, number_cell
 from bench.prediction.machine_model import Machine
-from bench.prediction.meshes.rules_of_thumb import PLAIN, Rule, Rules, Tested
+from bench.prediction.meshes.rules_of_thumb import SIMPLE, Rule, Rules, Tested
 from bench.prediction.pipelines.training_step import SHARES
 from bench.prediction.training_plans.search import TrainingPlan
-from bench.reports.plans.training_plans import GIB, LIMITS, choice_cells, choice_columns, rates
+from bench.reports.plans.training_plans import (BOTTLENECKS, GIB, choice_cells, choice_columns,
+                                                step_rates)
 
 
 def rule_parts(rules: Rules, machine: Machine, found: Sequence[Sequence[Tested]]) -> list[Part]:
@@ -59,7 +60,7 @@ def _figures(one: Tested, planner: Tested) -> list[Cell]:
     """Return seconds, MFU, by how much slower than the planner's, memory lacked, and why."""
     if one.plan is None:
         return [*[number_cell(math.nan)] * 4, "no plan, see below"]
-    seconds, _, _, used, _ = rates(one.training, one.plan)
+    seconds, _, _, used, _ = step_rates(one.training, one.plan)
     slower, why = math.nan, ""
     if one is not planner and planner.plan is not None:
         slower = 100 * (seconds / planner.plan.seconds - 1)
@@ -73,7 +74,7 @@ def _largest_loss(plan: TrainingPlan, best: TrainingPlan) -> str:
     """Name the share of time by which a plan loses most to the best; "" if none."""
     more = {name: plan.step.shares[name] - best.step.shares[name] for name in SHARES}
     name = max(more, key=more.__getitem__)
-    return f"{LIMITS[name]}, {more[name]:.2g} s" if more[name] > 1e-4 * best.seconds else ""
+    return f"{BOTTLENECKS[name]}, {more[name]:.2g} s" if more[name] > 1e-4 * best.seconds else ""
 
 
 def _share_table(found: Sequence[Sequence[Tested]]) -> Table:
@@ -95,7 +96,7 @@ def _problems(found: Sequence[Sequence[Tested]]) -> list[Part]:
 
 def _remarks(rules: Rules) -> Notes:
     """Say what rules leave open and where they contradict themselves, and what the model is."""
-    plain = ", ".join(f"{name} {value}" for name, value in PLAIN.items())
+    plain = ", ".join(f"{name} {value}" for name, value in SIMPLE.items())
     return Notes("Remarks", [
         f"rules from: {rules.source}",
         f"sequences: {rules.batches}",

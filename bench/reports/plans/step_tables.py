@@ -8,7 +8,7 @@ import numpy as np
 from bench.document import Column, Notes, Part, Table, make_table
 from bench.prediction.machine_model import Machine
 from bench.prediction.pipelines.training_step import SHARES
-from bench.prediction.published.published_steps import Outcome, choices
+from bench.prediction.published.published_steps import PredictedStep, choices
 from bench.prediction.seconds import TERMS
 from bench.records.notes import counted
 
@@ -28,7 +28,7 @@ COLUMNS = [
       for name in SHARES)]
 
 
-def step_parts(machine: Machine, outcomes: Sequence[Outcome], problems: Sequence[str],
+def step_parts(machine: Machine, outcomes: Sequence[PredictedStep], problems: Sequence[str],
                fitted_to: int = 0) -> list[Part]:
     """Make the table of predicted rows, the choices, and a last line on the errors.
 
@@ -67,7 +67,7 @@ def _about(machine: Machine, fitted_to: int) -> list[str]:
             "latency is of messages and kernels, replicas are sums of gradients."]
 
 
-def _choice_table(found: Sequence[tuple[Outcome, Outcome]]) -> Table:
+def _choice_table(found: Sequence[tuple[PredictedStep, PredictedStep]]) -> Table:
     """Make the table of the rows that are predicted to be the fastest of their problem."""
     columns = [
         Column("GPUs", of=lambda pair: pair[0].row.gpus),
@@ -81,7 +81,7 @@ def _choice_table(found: Sequence[tuple[Outcome, Outcome]]) -> Table:
                       columns, found)
 
 
-def error_line(outcomes: Sequence[Outcome]) -> str:
+def error_line(outcomes: Sequence[PredictedStep]) -> str:
     """Say the errors of rows: their mean, median and largest absolute values."""
     errors = 100 * np.abs([one.error for one in outcomes])
     rows = f"{len(errors)} row{'s' * (len(errors) > 1)}"

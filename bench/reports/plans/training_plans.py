@@ -19,15 +19,16 @@ OVERLAPS = {
           "as these take longer; train --in-flight hides sums, and gathers nothing ahead; what is "
           "in flight takes no memory here"}
 KINDS = ("values", "gradients", "masters", "moments", "activations and buffers")
-LIMITS = {"products": "products", "elementwise": "elementwise passes",
-          "links": "links inside a stage", "latency": "latency", "hops": "hops between stages",
-          "replicas": "sums over replicas", "optimizer": "optimizer", "bubble": "bubble"}
+BOTTLENECKS = {"products": "products", "elementwise": "elementwise passes",
+               "links": "links inside a stage", "latency": "latency",
+               "hops": "hops between stages", "replicas": "sums over replicas",
+               "optimizer": "optimizer", "bubble": "bubble"}
 
 
 def training_parts(training: Training, found: Found, unfit: bool, top: int) -> list[Part]:
     """Make all tables and notes of a search: of the `top` families, and with `unfit` of others."""
     plans = list(found.families.values())[:top]
-    return [*headings(training), plan_table(training, plans), memory_table(plans),
+    return [*headings(training), training_plan_table(training, plans), plan_memory_table(plans),
             time_table(plans),
             *([unfit_table(training, found.unfit)] if unfit and found.unfit else []),
             changes_table(training, found),
@@ -43,11 +44,11 @@ def headings(training: Training) -> list[Part]:
             f"{training.batch * training.seq:,} tokens a step, {training.dtype}"]
 
 
-def plan_table(training: Training, plans: Sequence[TrainingPlan]) -> Table:
+def training_plan_table(training: Training, plans: Sequence[TrainingPlan]) -> Table:
     """Make the table of plans: how GPUs divide the training, and how fast each is."""
     routed, long = training.gpt.experts is not None, training.long
     rows = [[plan.choice.family, *choice_cells(plan.choice, routed, long), *map(
-        number_cell, rates(training, plan))] for plan in plans]
+        number_cell, step_rates(training, plan))] for plan in plans]
     return Table("The fastest plan of each family", [
         Column("family", align="<"), *choice_columns(routed, long), Column("step s", align="."),
         *(Column(*head, align=".") for head in (
@@ -75,7 +76,7 @@ def choice_cells(choice: Choice, experts: bool = False, long: bool = False) -> l
             choice.scheme, choice.grid.compact, inside_nodes(choice), choice.recompute]
 
 
-def rates(training: Training, plan: TrainingPlan) -> tuple[float, ...]:
+def step_rates(training: Training, plan: TrainingPlan) -> tuple[float, ...]:
     """Return the seconds of a step, tokens a second, Tflop/s of a GPU, and MFU and HFU in percent.
     """
     seconds, gpus = plan.seconds, training.gpus
@@ -85,7 +86,7 @@ def rates(training: Training, plan: TrainingPlan) -> tuple[float, ...]:
             100 * own["model"] / rate, 100 * own["hardware"] / rate)
 
 
-def memory_table(plans: Sequence[TrainingPlan]) -> Table:
+def plan_memory_table(plans: Sequence[TrainingPlan]) -> Table:
     """Make the table of what fills the memory of the fullest GPU."""
     rows = [[plan.choice.family, *(number_cell(plan.memory[kind] / GIB, ".3g")
                                    for kind in ("all", *KINDS))] for plan in plans]
@@ -100,7 +101,7 @@ def time_table(plans: Sequence[TrainingPlan]) -> Table:
         shares = {name: 100 * plan.step.shares[name] / plan.seconds for name in SHARES}
         limit = max((name for name in SHARES if name != "products"), key=shares.__getitem__)
         rows.append([plan.choice.family, *(number_cell(shares[name], ".1f") for name in SHARES),
-                     LIMITS[limit]])
+                     BOTTLENECKS[limit]])
     return Table("What takes the time of a step", [
         Column("family", align="<"), *(Column(name, group="%", align=".") for name in SHARES),
         Column("largest beside", "products", align="<")], rows)

@@ -9,16 +9,16 @@ from bench.command_line.config_options import add_fields
 from bench.errors import as_usage_error
 from bench.reports import block_tables
 from bench.reports.figures import style
-from bench.reports.figures.frames import MOST_RANKS
+from bench.reports.figures.frames import DRAWN_RANKS
 from mm3d.config import Division
 from mm3d.grid.shape import GridShape
 from mm3d.schemes import find_scheme
 from mm3d.schemes.scheme import Scheme
-from mm3d.tracing.block_moves import LAYERS, Story, product_story
+from mm3d.tracing.block_moves import LINEAR_LAYERS, Story, product_story
 from mm3d.tracing.layer_moves import LayerStory, layer_story, small_sizes
 
 ON_ALL_RANKS = False
-FORMS = ("ab", "abt", "atb", *LAYERS, "layer")
+FORMS = ("ab", "abt", "atb", *LINEAR_LAYERS, "layer")
 MOST_ROWS = 64    # of a matrix, each of which may be a block
 
 
@@ -39,13 +39,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the steps and their words, and draw them; 1 when that fails, else 0."""
     if arguments.out:
-        style.check_name(arguments.out, moving=True)
+        style.check_picture(arguments.out, moving=True)
     scheme = find_scheme(arguments.scheme)
     with as_usage_error():
         grid = scheme.grid_shape(arguments.grid or _default_grid(scheme))
-        if grid.ranks > MOST_RANKS:
+        if grid.ranks > DRAWN_RANKS:
             raise ValueError(f"--grid {grid.compact}: {grid.ranks} ranks are too many to be seen: "
-                             f"{MOST_RANKS} at most would do")
+                             f"{DRAWN_RANKS} at most would do")
         story, tables = _story(scheme, grid, arguments)
     arguments.show(tables)
     return style.draw_pictures([partial(_draw, arguments.out, story)]

@@ -9,11 +9,11 @@ from bench.command_line.number_types import fraction, fractions, whole
 from bench.document import Notes
 from bench.errors import UsageError, as_usage_error
 from bench.prediction.pipelines import schedule_costs
-from bench.prediction.pipelines.schedule_costs import Pipeline
+from bench.prediction.pipelines.schedule_costs import ComparedPipeline
 from bench.reports import schedule_tables
 from bench.reports.figures import style
 from mm3d.console import say
-from mm3d.training.schedules import format_schedule, registry
+from mm3d.training.schedules import all_builders, format_schedule
 from mm3d.training.schedules.builders import check_request
 
 ON_ALL_RANKS = False
@@ -23,7 +23,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``draw schedule``."""
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--schedule", type=options.schedule, metavar="NAME", help=(
-        f"the schedule: {', '.join(registry())}; interleaved:3 has 3 chunks a rank; auto "
+        f"the schedule: {', '.join(all_builders())}; interleaved:3 has 3 chunks a rank; auto "
         f"is searched for, with one stage a rank"))
     what.add_argument("--file", metavar="FILE", help=(
         "a schedule as this verb prints it, such as an edited one; it is checked"))
@@ -54,7 +54,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print a schedule and its costs, and draw it; UsageError when that is not possible."""
     if arguments.picture:
-        style.check_name(arguments.picture)
+        style.check_picture(arguments.picture)
     schedule = schedule_costs.read_schedule(arguments.file) if arguments.file else None
     pipeline = _pipeline(arguments, schedule)
     names = list(dict.fromkeys([*[arguments.schedule] * (not schedule), *arguments.beside]))
@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
     return style.draw_pictures(draws)
 
 
-def _pipeline(arguments: argparse.Namespace, schedule) -> Pipeline:
+def _pipeline(arguments: argparse.Namespace, schedule) -> ComparedPipeline:
     """Return sizes and times from the options; a schedule file gives its own sizes."""
     sizes = []
     for option, own in (("stages", "ranks"), ("microbatches", "microbatches")):
@@ -95,5 +95,5 @@ def _pipeline(arguments: argparse.Namespace, schedule) -> Pipeline:
         sizes.append(getattr(schedule, own) if schedule else value)
     if arguments.kept > 1:
         raise UsageError(f"--kept {arguments.kept}: a share from 0 to 1 would do")
-    return Pipeline(*sizes, arguments.times, arguments.hop, arguments.max_activations,
-                    arguments.kept)
+    return ComparedPipeline(*sizes, arguments.times, arguments.hop, arguments.max_activations,
+                            arguments.kept)

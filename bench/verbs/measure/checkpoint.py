@@ -6,7 +6,7 @@ from pathlib import Path
 from bench.agreement import make_on_rank_0
 from bench.command_line import measuring
 from bench.command_line.config_options import DTYPES, add_fields, read
-from bench.command_line.publish import measure
+from bench.command_line.publish import measure_and_publish
 from bench.experiments.checkpoint import measure_checkpoint
 from bench.records.journal import check_folder, claim_folder
 from bench.reports.micro_tables import showing
@@ -34,6 +34,6 @@ def run(arguments: argparse.Namespace, comm) -> int:
     if arguments.disk:
         make_on_rank_0(lambda: check_folder(arguments.disk, "--disk"), comm)
     sizes = read(ModelSizes, arguments, batch=comm.size, seq=1)
-    return measure(f"checkpoint-p{comm.size:03d}", lambda: measure_checkpoint(
+    return measure_and_publish(f"checkpoint-p{comm.size:03d}", lambda: measure_checkpoint(
         comm, Path(arguments.disk or out), sizes, arguments.dtype, limits, arguments.seed,
         arguments.backend), out, comm, showing(arguments.show))

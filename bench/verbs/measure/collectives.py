@@ -5,7 +5,7 @@ import argparse
 from bench.command_line import measuring
 from bench.command_line.config_options import DTYPES, add_fields
 from bench.command_line.number_types import MOST_BYTES, whole
-from bench.command_line.publish import measure
+from bench.command_line.publish import measure_and_publish
 from bench.experiments.products.collectives import (array_bytes, collective_grid,
                                                     measure_collectives)
 from bench.records.journal import claim_folder
@@ -18,7 +18,7 @@ ON_ALL_RANKS = True
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``measure collectives``."""
-    measuring.add(parser, "cluster")
+    measuring.add_shared(parser, "cluster")
     measuring.add_measurement(parser, 7, 1.0)
     add_fields(parser, Division, ["grid"])
     for name, default, about in (
@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace, comm) -> int:
     sizes = array_bytes(arguments.least, arguments.most, arguments.dtype)
     measuring.check_memory(2 * arguments.most * comm.size, arguments.backend, comm)
     grid = collective_grid(comm, arguments.grid, arguments.backend)
-    status = measure("collectives", lambda: measure_collectives(
+    status = measure_and_publish("collectives", lambda: measure_collectives(
         grid, sizes, arguments.dtype, limits, arguments.seed,
         lambda line: say(line) if comm.rank == 0 else None),
         claim_folder(arguments.out, comm), comm, showing(arguments.show))

@@ -5,7 +5,7 @@ import argparse
 from bench.command_line import expert_options, measuring, options
 from bench.command_line.config_options import DTYPES, Told, add_fields, read
 from bench.command_line.number_types import whole
-from bench.command_line.publish import measure
+from bench.command_line.publish import measure_and_publish
 from bench.experiments.experts.measured import measure_experts
 from bench.experiments.experts.problem import ExpertsCase, ExpertsSubject, make_mesh
 from bench.records.journal import claim_folder
@@ -48,5 +48,5 @@ def run(arguments: argparse.Namespace, comm) -> int:
     subject = ExpertsSubject(mesh, case, arguments.expert_parallel)
     divided = f"-e{subject.expert_parallel}" * (subject.expert_parallel != arguments.data)
     name = f"experts-{chosen.count}-top{chosen.top}-h{case.hidden}{divided}-p{comm.size:03d}"
-    return measure(name, lambda: measure_experts(subject, arguments.torch, limits), out, comm,
-                   showing(arguments.show))
+    return measure_and_publish(name, lambda: measure_experts(subject, arguments.torch, limits),
+                               out, comm, showing(arguments.show))

@@ -5,7 +5,7 @@ import argparse
 import numpy as np
 
 from bench.command_line import measuring, options
-from bench.command_line.publish import measure
+from bench.command_line.publish import measure_and_publish
 from bench.experiments.products.gemm import measure_gemm, thread_counts
 from bench.records.journal import claim_folder
 from bench.reports.micro_tables import showing
@@ -33,6 +33,6 @@ def run(arguments: argparse.Namespace, comm) -> int:
     limits, threads = measuring.limits_of(arguments), thread_counts(arguments.threads)
     measuring.check_memory(3 * max(arguments.sizes) ** 2 * max(
         np.dtype(name).itemsize for name in arguments.dtypes), arguments.backend, comm)
-    return measure("gemm", lambda: measure_gemm(
+    return measure_and_publish("gemm", lambda: measure_gemm(
         arguments.sizes, arguments.dtypes, threads, backend, limits, arguments.seed, say),
         claim_folder(arguments.out, comm), comm, showing(arguments.show))

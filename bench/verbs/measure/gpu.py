@@ -5,10 +5,10 @@ from functools import partial
 
 from bench.command_line import measuring, model_options, options
 from bench.command_line.config_options import add_fields, told
-from bench.command_line.publish import measure
+from bench.command_line.publish import measure_and_publish
 from bench.errors import UsageError
 from bench.experiments.gpu.gpu_cases import SCALES
-from bench.experiments.gpu.parts import GpuBenchmark, PARTS, Trained, measure_part
+from bench.experiments.gpu.parts import GPU_PARTS, GpuBenchmark, TrainedGPT, measure_part
 from bench.prediction.gpu_step import predict_gpu_step
 from bench.prediction.machine_model import load_machine
 from bench.prediction.model_file import load_model
@@ -25,9 +25,9 @@ BATCH = 8    # sequences of a step of a model, by default
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``measure gpu``."""
     measuring.add_measurement(parser, 10, 5.0)
-    parser.add_argument("--part", type=options.some_of(*PARTS), default=list(PARTS),
+    parser.add_argument("--part", type=options.some_of(*GPU_PARTS), default=list(GPU_PARTS),
                         metavar="NAMES",
-                        help=f"measure these parts, separated by commas: {', '.join(PARTS)} "
+                        help=f"measure these parts, separated by commas: {', '.join(GPU_PARTS)} "
                              f"(default: all)")
     parser.add_argument("--mode", type=lambda text: text.split(","), default=[], metavar="NAMES",
                         help="measure in these modes alone, of float32, tf32, float16 and "
@@ -55,11 +55,11 @@ def run(arguments: argparse.Namespace, comm) -> int:
     benchmark = GpuBenchmark(backend, arguments.scale, arguments.graph, limits, arguments.seed,
                              arguments.mode, _trained(arguments))
     out = claim_folder(arguments.out, comm)
-    return max([measure(f"gpu-{part}", partial(measure_part, benchmark, part), out, comm,
-                        showing(arguments.show)) for part in arguments.part])
+    return max([measure_and_publish(f"gpu-{part}", partial(measure_part, benchmark, part), out,
+                                    comm, showing(arguments.show)) for part in arguments.part])
 
 
-def _trained(arguments: argparse.Namespace) -> Trained:
+def _trained(arguments: argparse.Namespace) -> TrainedGPT:
     """Return the GPT of the part ``step``, and how its step is predicted.
 
     Raises UsageError when there is no such model or machine, the model has experts, or sizes are
@@ -77,6 +77,6 @@ def _trained(arguments: argparse.Namespace) -> Trained:
             "layers", "hidden", "heads", "seq", "vocab", "tied", "architecture")}
         gpt["batch"] = arguments.batch or BATCH
     if machine is None:
-        return Trained(gpt)
-    return Trained(gpt, lambda model, dtype: predict_gpu_step(model, dtype, machine),
-                   load_machine(machine).name)
+        return TrainedGPT(gpt)
+    return TrainedGPT(gpt, lambda model, dtype: predict_gpu_step(model, dtype, machine),
+                      load_machine(machine).name)

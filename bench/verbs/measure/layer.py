@@ -9,7 +9,7 @@ from bench.cases.variants import Variant, schemes_with_option
 from bench.command_line import measuring, options
 from bench.command_line.config_options import DTYPES, add_fields, told
 from bench.command_line.number_types import whole
-from bench.command_line.publish import measure
+from bench.command_line.publish import measure_and_publish
 from bench.errors import UsageError, as_usage_error
 from bench.experiments.layer.layer import (COLOSSAL, MeasuredLayer, PYTORCH, check_overlap,
                                            measure_layer)
@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace, comm) -> int:
             scheme = mm3d.scheme(arguments.scheme, comm, arguments.grid, arguments.backend,
                                  **chosen | apart)
             layer = MeasuredLayer(scheme, sizes, arguments.seed, arguments.dtype)
-        status = max(status, measure(
+        status = max(status, measure_and_publish(
             "-".join(["layer", arguments.scheme, *[f"keep-{arguments.keep}"] * bool(chosen),
                       f"h{hidden}", arguments.dtype]),
             partial(measure_layer, layer, beside, arguments.overlap, limits), out, comm,

@@ -10,7 +10,7 @@ import numpy as np
 from bench.command_line import measuring, options
 from bench.command_line.config_options import DTYPES, add_fields
 from bench.command_line.number_types import whole
-from bench.command_line.publish import check_trace_file, measure, report_failure
+from bench.command_line.publish import check_trace_file, measure_and_publish, report_failure
 from bench.errors import UsageError, WrongResult, as_usage_error
 from bench.experiments.products.matmul import measure_product
 from bench.experiments.products.problem import Problem, product_grid
@@ -33,7 +33,7 @@ BLOCKS, CALLS = [64, 128, 256], 5    # of ScaLAPACK, by default
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``measure matmul``."""
-    measuring.add(parser, "cluster")
+    measuring.add_shared(parser, "cluster")
     measuring.add_measurement(parser, 7, 30.0)
     parser.add_argument("--shape", type=options.shape, action="append", required=True,
                         metavar="M,N,K",
@@ -125,7 +125,7 @@ def measure_alone(form: str, shape: tuple[int, int, int], arguments: argparse.Na
                                  arguments.seed, arguments.watched)
         done.append(True)
         return record
-    status = measure(name, work, out, comm, showing(arguments.show))
+    status = measure_and_publish(name, work, out, comm, showing(arguments.show))
     if arguments.trace and done:
         clock = Clock(comm)
         phases = ("forward", "backward")[:1 + arguments.backward]
@@ -143,7 +143,7 @@ def measure_several(form: str, shape: tuple[int, int, int], arguments: argparse.
     names = [] if arguments.scheme == [ALL] else arguments.scheme
     name = "-".join(["products", *names, form, "x".join(map(str, shape)), arguments.dtype,
                      f"p{comm.size:03d}"])
-    return measure(name, lambda: measure_side_by_side(
+    return measure_and_publish(name, lambda: measure_side_by_side(
         form, shape, arguments.dtype, comm, arguments.backend, limits, arguments.seed,
         names or None, arguments.watched), out, comm, showing(arguments.show))
 

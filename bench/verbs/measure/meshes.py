@@ -7,7 +7,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from bench.agreement import broadcast_from_rank_0
-from bench.cases.combined import TrainingCase, cases_by_name, load
+from bench.cases.combined import TrainingCase, cases_by_name, load_rows
 from bench.cases.case import shuffle_cases
 from bench.cluster.rates import change_links
 from bench.cluster.spec import Cluster
@@ -33,8 +33,8 @@ ON_ALL_RANKS = True
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``measure meshes``."""
-    measuring.add(parser, "out")
-    row_options.add_limits(parser, lambda name: f": {getattr(load(), name):g}")
+    measuring.add_shared(parser, "out")
+    row_options.add_row_limits(parser, lambda name: f": {getattr(load_rows(), name):g}")
     row_options.add_software_share(parser)
     parser.add_argument("names", metavar="ROWS", help=(
         "rows of bench/cases/combined.toml, such as combined:dense-8-1,combined:dense-8-2. Their "
@@ -46,7 +46,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "or a .toml file (default: nothing is predicted)"))
     add_fields(parser, Division, ["backend"])
     measuring.add_stall(parser)
-    measuring.add(parser, "cluster")
+    measuring.add_shared(parser, "cluster")
 
 
 def run(arguments: argparse.Namespace, comm: Any) -> int:
@@ -61,18 +61,18 @@ def run(arguments: argparse.Namespace, comm: Any) -> int:
         raise UsageError(f"no row of {arguments.names} is for {comm.size} rank"
                          f"{'s' * (comm.size > 1)}: mpirun -n "
                          f"{' or '.join(map(str, sorted({one.ranks for one in named})))} would do")
-    settings = (computing_settings if cases[0].preset else read_settings)(arguments, comm)
+    settings = (computing_settings if cases[0].preset else read_training_settings)(arguments, comm)
     out, statuses = claim_folder(arguments.out, comm), []
     for one in shuffle_cases(cases, settings.order):
         status, _ = publish_row(one, lambda: measure_training(one, settings, comm),
-                                lambda record: write_row(record, one, out), out, comm)
+                                lambda record: write_training_row(record, one, out), out, comm)
         if settings.dilation:
             set_links(settings.dilation.link, comm, settings.dilation.change)
         statuses.append(status)
     return max(statuses)
 
 
-def write_row(record: Measurements, one: TrainingCase, out: Path) -> tuple[int, str]:
+def write_training_row(record: Measurements, one: TrainingCase, out: Path) -> tuple[int, str]:
     """Write a record; return the exit status, and what the row's line says."""
     path = run_file.write_run(record, out, one.name)
     seconds = record.values("seconds")[0]
@@ -84,14 +84,14 @@ def write_row(record: Measurements, one: TrainingCase, out: Path) -> tuple[int, 
                f"{record.configuration['dilation']:.3g} times, software {share:.0%}, {path.name}")
 
 
-def read_settings(arguments: argparse.Namespace, comm: Any) -> TrainingSettings:
+def read_training_settings(arguments: argparse.Namespace, comm: Any) -> TrainingSettings:
     """Return how rows are measured that wait; links are slowed in an emulated cluster alone."""
     for name in ("machine", "backend"):
         if getattr(arguments, name):
             raise UsageError(f"{arguments.names} --{name} {getattr(arguments, name)}: ranks wait "
                              f"for the machine of bench/cases/combined.toml; leave --{name} out, "
                              f"or let them compute, by names such as combined:dense-8-1:tiny")
-    file, cluster = load(), Cluster.from_environment()
+    file, cluster = load_rows(), Cluster.from_environment()
     machine = broadcast_from_rank_0(lambda: load_machine(file.machine), comm)
     scale = work_scale(machine, cluster if cluster and cluster.link else
                        Cluster.parse(file.cluster))
@@ -126,5 +126,5 @@ def computing_settings(arguments: argparse.Namespace, comm: Any) -> TrainingSett
         say(f"predicted before: {config.division}: {sum(found.values()):.3g} s by {placed.name}")
         return found
     return TrainingSettings(
-        measuring.limits_of(arguments, load()), arguments.order or 0, None, None, predict,
+        measuring.limits_of(arguments, load_rows()), arguments.order or 0, None, None, predict,
         arguments.watched, arguments.backend, placed.name if placed else "", reason)

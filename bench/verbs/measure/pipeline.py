@@ -42,7 +42,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "groups of ranks, each with one or more ranges of layers"), required=True)
     add_fields(parser, Division, ["scheme"])
     add_fields(parser, Division, ["grid"], about=(
-        "{}, in a stage; with commas between, one for each stage"), type=options.stage_grids)
+        "{}, in a stage; with commas between, one for each stage"), type=options.grids_of_stages)
     add_fields(parser, Division, ["schedule"], {"schedule": ["1f1b", "zb-h1"]}, (
         "{}; several with commas between; interleaved:3 has 3 chunks a rank, auto is searched for "
         "and has one"), type=options.schedules, metavar="NAMES")
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace, comm) -> int:
     """Measure and write each schedule and number of micro-batches; return the exit status."""
     limits = measuring.limits_of(arguments)
     with as_usage_error():
-        cases = list_cases(arguments)
+        cases = list_pipelines(arguments)
         mesh = Mesh(comm, arguments.stages, arguments.scheme, arguments.grid, arguments.backend)
     for case in cases if arguments.torch else []:
         refuse_pipeline(mesh, case)
@@ -103,7 +103,7 @@ def run(arguments: argparse.Namespace, comm) -> int:
                 record and chrome_trace.write_file(file, make_action_trace(record))))
         if arguments.pictures:
             status = max(status, comm.bcast(
-                record and draw(record, Path(arguments.pictures) / f"{name}.png")))
+                record and draw_timeline(record, Path(arguments.pictures) / f"{name}.png")))
         if record is not None:
             records.append(record)
     if records:
@@ -116,11 +116,11 @@ def run(arguments: argparse.Namespace, comm) -> int:
 def check_ranks(arguments: argparse.Namespace, ranks: int) -> None:
     """Raise UsageError if so many ranks cannot run the pipeline: its stages, grid or schedules."""
     with as_usage_error():
-        list_cases(arguments)
+        list_pipelines(arguments)
         stage_grids(find_scheme(arguments.scheme), ranks, arguments.stages, arguments.grid)
 
 
-def list_cases(arguments: argparse.Namespace) -> list[PipelineCase]:
+def list_pipelines(arguments: argparse.Namespace) -> list[PipelineCase]:
     """List the cases to measure; ValueError for impossible options, schedules or models."""
     waits = find_waits(arguments)
     sizes = read(ModelSizes, arguments, batch=arguments.microbatch)
@@ -149,7 +149,7 @@ def find_waits(arguments: argparse.Namespace) -> tuple[Fraction, ...] | None:
     return found if waits else None
 
 
-def draw(record: Measurements, path: Path) -> int:
+def draw_timeline(record: Measurements, path: Path) -> int:
     """Draw the measured timeline above the clock's; 1 if that cannot be, else 0."""
     from bench.reports.figures import measured_timelines
     return style.draw_pictures([partial(

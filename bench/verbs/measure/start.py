@@ -5,8 +5,7 @@ from statistics import median
 
 from bench.command_line import options
 from bench.document import Column, Notes, Part, Table
-from bench.experiments.startup import (CALLS, FailedJob, PHASES, ROUNDS, check_cubes,
-                                       measure_start)
+from bench.experiments.startup import CALLS, FailedJob, ROUNDS, STAGES, check_cubes, measure_start
 from mm3d import launcher
 from mm3d.console import complain
 
@@ -37,9 +36,9 @@ def tables(found: list[tuple[int, list[tuple[dict, dict]]]]) -> list[Part]:
     rows, held, samples = [], [], []
     for ranks, rounds in found:
         plain, own = zip(*rounds)
-        before, after = ([one[PHASES[0]] for one in side] for side in (plain, own))
+        before, after = ([one[STAGES[0]] for one in side] for side in (plain, own))
         rows.append([ranks, own[0]["transport"], f"{median(before):#.3g}",
-                     *(f"{median(one[name] for one in own):#.3g}" for name in PHASES),
+                     *(f"{median(one[name] for one in own):#.3g}" for name in STAGES),
                      f"{median(b / a for a, b in zip(before, after)):.2f}",
                      f"{1e6 * median(one['call'] for one in own):.0f}"])
         for program, side in (("NumPy, mpi4py", plain), ("mm3d", own)):
@@ -50,7 +49,7 @@ def tables(found: list[tuple[int, list[tuple[dict, dict]]]]) -> list[Part]:
                     + " ".join(f"{seconds:.3g}" for seconds in side)
                     for name, side in (("mpi4py", before), ("mm3d", after))]
     columns = [Column("ranks"), Column("transport"), Column("mpi4py alone", "all run (s)"),
-               *(Column(name, "(s)") for name in PHASES), Column("all ranks run", "/ mpi4py"),
+               *(Column(name, "(s)") for name in STAGES), Column("all ranks run", "/ mpi4py"),
                Column("a small gather", "(us of CPU)")]
     memory = [Column("ranks"), Column("program", align="<"), Column("after", align="<"),
               Column("resident", "(MB)"), Column("private", "(MB)")]

@@ -3,9 +3,9 @@
 import argparse
 
 from bench.command_line import config_options, measuring, options
-from bench.command_line.publish import measure
+from bench.command_line.publish import measure_and_publish
 from bench.errors import UsageError, as_usage_error
-from bench.experiments.torch.parallel import KINDS
+from bench.experiments.torch.parallel import PARALLELS
 from bench.experiments.training import beside
 from bench.experiments.training.timed_step import TimedTraining
 from bench.records.journal import claim_folder
@@ -19,21 +19,22 @@ SIZES = {"layers": 4, "hidden": 512, "heads": 8, "vocab": 8192, "batch": 8, "seq
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``measure step``."""
-    measuring.add(parser, "out")
-    measuring.add_repetitions(parser, beside.LIMITS.repetitions, beside.LIMITS.max_seconds)
+    measuring.add_shared(parser, "out")
+    measuring.add_repetitions(parser, beside.STEP_LIMITS.repetitions,
+                              beside.STEP_LIMITS.max_seconds)
     config_options.add_fields(parser, Division, config_options.MESH)
     config_options.add_fields(parser, Model, SIZES, SIZES)
     config_options.add_fields(parser, Model, ["dtype"], choices=config_options.DTYPES)
     options.add_torch(parser, "PyTorch's training is measured beside it, in turns")
-    parser.add_argument("--torch-parallel", type=options.some_of(*KINDS), metavar="KIND,...",
+    parser.add_argument("--torch-parallel", type=options.some_of(*PARALLELS), metavar="KIND,...",
                         help=(
-        f"how PyTorch is parallel, of {', '.join(KINDS)}; one is one process with all cores "
+        f"how PyTorch is parallel, of {', '.join(PARALLELS)}; one is one process with all cores "
         f"(default: all)"))
 
 
 def run(arguments: argparse.Namespace, comm) -> int:
     """Measure and write a step; return the exit status."""
-    limits, kinds = measuring.limits_of(arguments), arguments.torch_parallel or list(KINDS)
+    limits, kinds = measuring.limits_of(arguments), arguments.torch_parallel or list(PARALLELS)
     if arguments.torch_parallel and not arguments.torch:
         raise UsageError(f"--torch-parallel {','.join(kinds)} without --torch: the name of an "
                          f"interpreter that has PyTorch would do")
@@ -49,7 +50,7 @@ def run(arguments: argparse.Namespace, comm) -> int:
     with as_usage_error():
         subject = TimedTraining(GPT(Config(case, config_options.read(Division, arguments)), comm))
     with arguments.watched(subject.mesh.scheme.grid):
-        status = measure(
+        status = measure_and_publish(
             f"step-{arguments.scheme}-d{arguments.data}-p{arguments.stages}-h{case.hidden}",
             lambda: beside.measure_beside(subject, arguments.torch, kinds, limits), out, comm,
             showing(arguments.show))

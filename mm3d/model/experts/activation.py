@@ -25,7 +25,7 @@ def activation_forward(U: Array, b: Array | None, segments: Sequence[Segment], g
         return swiglu_forward(_pairs(U), out)
     if b is None:
         return gelu_forward(U, out)
-    for one, rows in each(segments):
+    for one, rows in each_segment(segments):
         bias_gelu_forward(U[rows, :], b[one.group, :], out[rows, :])
     return out
 
@@ -44,22 +44,22 @@ def activation_backward(dG: Array, U: Array, b: Array | None, segments: Sequence
         return []
     return [(one.group, bias_gelu_backward(dG[rows, :], U[rows, :], b[one.group, :],
                                            out[rows, :], exact)[1])
-            for one, rows in each(segments)]
+            for one, rows in each_segment(segments)]
 
 
 def add_biases(rows_of_all: Array, b: Array, segments: Sequence[Segment]) -> None:
     """Add the bias of each expert to its rows, in place."""
-    for one, rows in each(segments):
+    for one, rows in each_segment(segments):
         add_rows(rows_of_all[rows, :], b[one.group, :], rows_of_all[rows, :])
 
 
 def sum_biases(d: Array, b: Array | None, segments: Sequence[Segment], exact: bool) -> Sums:
     """Sum the rows of each expert, the terms of the gradient of b; none without b."""
     return [] if b is None else [(one.group, sum_rows(d[rows, :], exact))
-                                 for one, rows in each(segments)]
+                                 for one, rows in each_segment(segments)]
 
 
-def each(segments: Sequence[Segment]) -> list[tuple[Segment, slice]]:
+def each_segment(segments: Sequence[Segment]) -> list[tuple[Segment, slice]]:
     """Return segments with the slices of their rows."""
     return [(one, slice(one.start, one.stop)) for one in segments]
 

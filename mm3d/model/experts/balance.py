@@ -8,7 +8,7 @@ so the sum of all ranks' parts and gradients is the loss of the global batch on 
 import numpy as np
 
 from mm3d.arrays.backend import Array, backend_of, host_dtype, namespace
-from mm3d.model.experts.gates import Choice, softmax_backward
+from mm3d.model.experts.gates import ChosenExperts, scores_backward
 from mm3d.model.experts.options import ExpertOptions
 from mm3d.model.functional import upcast
 
@@ -28,7 +28,7 @@ def shares(experts: ExpertOptions, totals: np.ndarray, tokens: int, layers: int 
     return totals.sum(0) / (tokens * experts.top * divisor)
 
 
-def balance_loss(choice: Choice, experts: ExpertOptions, totals: np.ndarray, tokens: int,
+def balance_loss(choice: ChosenExperts, experts: ExpertOptions, totals: np.ndarray, tokens: int,
                  layers: int = 1) -> tuple[Array, Array]:
     """Compute this rank's part of the balance loss, and the gradient of the logits.
 
@@ -47,7 +47,7 @@ def balance_loss(choice: Choice, experts: ExpertOptions, totals: np.ndarray, tok
     of_token = library.asarray(weights.astype(host_dtype(p))[None, :])
     sums = xp.sum(p, axis=0, dtype=xp.float64)
     value = xp.sum(sums * library.asarray(weights), axis=0, keepdims=True)
-    return value, softmax_backward(of_token, p, choice.slope)
+    return value, scores_backward(of_token, p, choice.slope)
 
 
 def z_loss(logits: Array, coefficient: float, tokens: int) -> tuple[Array, Array]:

@@ -34,7 +34,7 @@ from mm3d.model.token_functions import look_up_rows
 
 
 @dataclass(frozen=True)
-class Plan:
+class RowRoutes:
     """Hold where rows come from and go to, in integers on the host.
 
     *Tokens* are this rank's tokens, or after a gather all tokens along the direction.
@@ -79,7 +79,7 @@ class Dispatch:
         self._sharing = grid.size // grid.shape.ranks_along(divided_directions(outer.rows))
         self._width = hidden * self._sharing // grid.shape.ranks_along(outer.features)
 
-    def plan(self, chosen: np.ndarray, taken: np.ndarray, kept: np.ndarray) -> Plan:
+    def plan(self, chosen: np.ndarray, taken: np.ndarray, kept: np.ndarray) -> RowRoutes:
         """Plan where this rank's rows go; every rank must call it.
 
         `chosen` are the experts of this rank's tokens and `taken` which pairs these take, both
@@ -103,8 +103,9 @@ class Dispatch:
         sends = [int(part.sum()) for part in
                  np.split(every[self._rank, place], self._starts[1:])]
         own = every[:, :, first:first + self.own]
-        return Plan(pairs, places.reshape(chosen.shape), self._divide_rows(own.sum(axis=0)),
-                    gathers, sends, own[:, place].sum(axis=1).tolist(), _arrivals(own[:, place]))
+        return RowRoutes(pairs, places.reshape(chosen.shape), self._divide_rows(own.sum(axis=0)),
+                         gathers, sends, own[:, place].sum(axis=1).tolist(),
+                         _arrivals(own[:, place]))
 
     def _gathers(self, kept: np.ndarray, top: int) -> bool:
         """Return whether a gather moves fewer words than an exchange of these pairs."""
@@ -134,16 +135,16 @@ class Dispatch:
         return DividedRows(segments, outer, inner, _own_segments(segments, outer, self._line),
                            _own_segments(segments, inner, self._across))
 
-    def send(self, tokens: Array, plan: Plan) -> Array:
+    def send(self, tokens: Array, plan: RowRoutes) -> Array:
         """Send rows to their experts; return the rows of this rank's, by expert and token."""
         rows = take_pairs(self._gather(tokens, plan), plan.pairs, plan.places.shape[1])
         return self._exchange(rows, plan)
 
-    def send_backward(self, drows: Array, plan: Plan) -> Array:
+    def send_backward(self, drows: Array, plan: RowRoutes) -> Array:
         """Compute the gradient of the tokens from the rows' gradient, in float32 at least."""
         return self._scatter(sum_by_token(self._exchange_back(drows, plan), plan.places), plan)
 
-    def combine(self, rows: Array, gates: Array, plan: Plan) -> tuple[Array, Any]:
+    def combine(self, rows: Array, gates: Array, plan: RowRoutes) -> tuple[Array, Any]:
         """Sum the results of each token's experts, times the gates.
 
         Returns the sum, in the type of the rows; and rows and gates of the plan's pairs, saved for
@@ -153,7 +154,7 @@ class Dispatch:
         y = self.backend.xp.astype(sum_by_token(rows, plan.places, gates), rows.dtype, copy=False)
         return self._scatter(y, plan), (rows, gates)
 
-    def combine_backward(self, dy: Array, saved: Any, plan: Plan) -> tuple[Array, Array]:
+    def combine_backward(self, dy: Array, saved: Any, plan: RowRoutes) -> tuple[Array, Array]:
         """Compute the gradients of the rows of this rank's experts, and of its gates.
 
         The gradients of the gates are sums over this rank's features.
@@ -162,15 +163,15 @@ class Dispatch:
         drows, dgates = split_by_pair(self._gather(dy, plan), rows, plan.pairs, gates)
         return self._exchange(drows, plan), self._scatter(dgates, plan)
 
-    def _gather(self, a: Array, plan: Plan) -> Array:
+    def _gather(self, a: Array, plan: RowRoutes) -> Array:
         """Gather a row for each token, if the plan gathers."""
         return self.axis.all_gather(a, 0, self._tokens) if plan.gathers else a
 
-    def _scatter(self, a: Array, plan: Plan) -> Array:
+    def _scatter(self, a: Array, plan: RowRoutes) -> Array:
         """Sum terms of a row for each token, and return this rank's, if the plan gathers."""
         return self.axis.reduce_scatter(a, 0, self._tokens) if plan.gathers else a
 
-    def _exchange(self, rows: Array, plan: Plan) -> Array:
+    def _exchange(self, rows: Array, plan: RowRoutes) -> Array:
         """Send rows of pairs to their experts, if the plan exchanges them."""
         if self.axis is None or plan.gathers:
             return rows
@@ -178,7 +179,7 @@ class Dispatch:
         return self.backend.take_rows(rows, plan.arrivals,
                                       self.backend.empty(rows.shape, rows.dtype))
 
-    def _exchange_back(self, rows: Array, plan: Plan) -> Array:
+    def _exchange_back(self, rows: Array, plan: RowRoutes) -> Array:
         """Send rows of experts back to their tokens, if the plan exchanges them."""
         if self.axis is None or plan.gathers:
             return rows

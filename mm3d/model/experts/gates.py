@@ -18,7 +18,7 @@ from mm3d.model.functional import upcast
 
 
 @dataclass(frozen=True)
-class Choice:
+class ChosenExperts:
     """Hold the experts that the router has chosen for this rank's tokens."""
 
     # Int64 (tokens, k), in host memory: the experts of each token, the one that it prefers first.
@@ -34,7 +34,7 @@ class Choice:
 
 
 def choose(logits: Array, experts: ExpertOptions, bias: Array | None = None,
-           assumed: np.ndarray | None = None) -> Choice:
+           assumed: np.ndarray | None = None) -> ChosenExperts:
     """Choose the experts with the largest logits; among equals the lowest number.
 
     The logits are (tokens, E), of this rank's tokens.  Numbers of 16 bits are converted to
@@ -63,10 +63,10 @@ def choose(logits: Array, experts: ExpertOptions, bias: Array | None = None,
         gates *= design.factor
     # A copy, so that the pool gets the memory back, as where the choice is assumed.
     host = np.array(library.to_host(chosen)) if assumed is None else assumed
-    return Choice(host, gates, probabilities, slope, experts.gate, design.factor)
+    return ChosenExperts(host, gates, probabilities, slope, experts.gate, design.factor)
 
 
-def gates_backward(choice: Choice, dgates: Array) -> Array:
+def gates_backward(choice: ChosenExperts, dgates: Array) -> Array:
     """Compute the gradient of the logits, (tokens, E), from that of ``choice.gates``, (tokens, k).
 
     The choice is fixed.
@@ -76,13 +76,13 @@ def gates_backward(choice: Choice, dgates: Array) -> Array:
         dp = _scatter(library, dgates, choice)
         if choice.factor != 1:
             dp *= choice.factor
-        return softmax_backward(dp, choice.probabilities, choice.slope)
-    inner = softmax_backward(dgates, choice.gates, None, choice.factor)
+        return scores_backward(dp, choice.probabilities, choice.slope)
+    inner = scores_backward(dgates, choice.gates, None, choice.factor)
     dz = _scatter(library, inner, choice)
     return dz if choice.slope is None else xp.multiply(dz, choice.slope)
 
 
-def softmax_backward(dp: Array, p: Array, slope: Array | None, factor: float = 1.0) -> Array:
+def scores_backward(dp: Array, p: Array, slope: Array | None, factor: float = 1.0) -> Array:
     """Compute p (dp - sum(p dp) / factor) row by row, times the slopes of the log scores if given.
 
     p is `factor` times the softmax.
@@ -148,7 +148,7 @@ def _gather(library: Any, a: Array, chosen: Array) -> Array:
     return out
 
 
-def _scatter(library: Any, values: Array, choice: Choice) -> Array:
+def _scatter(library: Any, values: Array, choice: ChosenExperts) -> Array:
     """Return (rows, E) with `values`, (rows, k), in the chosen columns and 0 elsewhere."""
     xp, count = library.xp, choice.probabilities.shape[1]
     columns = library.arange(0, count)[None, :]

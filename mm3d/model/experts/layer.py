@@ -23,8 +23,8 @@ from mm3d.model.experts.activation import (activation_backward, activation_forwa
 from mm3d.model.experts.assumed import AssumedOrder
 from mm3d.model.experts.balance import balance_loss, z_loss
 from mm3d.model.experts.token_order import TokenOrder, capacity_of, counts, kept, positions
-from mm3d.model.experts.dispatch import Dispatch, Plan
-from mm3d.model.experts.gates import Choice, choose, gates_backward
+from mm3d.model.experts.dispatch import Dispatch, RowRoutes
+from mm3d.model.experts.gates import ChosenExperts, choose, gates_backward
 from mm3d.model.experts.grouped_product import GroupedProduct
 from mm3d.model.experts.options import ExpertOptions
 from mm3d.model.experts.router import Router
@@ -43,8 +43,8 @@ ROUTER_BIAS = "router.bias"
 class Routing:
     """Hold what a router has decided in one pass, and the gradient of its losses."""
 
-    choice: Choice    # experts and gates of this rank's tokens
-    plan: Plan    # the ways of their rows
+    choice: ChosenExperts    # experts and gates of this rank's tokens
+    plan: RowRoutes    # the ways of their rows
     # Gradient of the logits from the balance loss and the z-loss; None without them.
     dlogits: Array | None
 
@@ -183,7 +183,7 @@ class ExpertsLayer:
         self.routings.add(routing, RoutingTotals(self.name, every.totals, dropped, *losses))
         return routing, weight
 
-    def _losses(self, logits: Array, choice: Choice, plan: Plan,
+    def _losses(self, logits: Array, choice: ChosenExperts, plan: RowRoutes,
                 totals: np.ndarray) -> tuple[Routing, list[float]]:
         """Compute the balance loss and the z-loss of this rank's tokens, and their gradient."""
         library, losses, dlogits = self.space.grid.backend, [], None

@@ -5,7 +5,7 @@ A `schedule.Schedule` lists the actions of each rank.  Sends and receives follow
 or communicates; the standard library is all that it needs.
 """
 
-from mm3d.training.schedules.builders import build, registry
+from mm3d.training.schedules.builders import all_builders, build
 from mm3d.training.schedules.check import check
 from mm3d.training.schedules.clock import clock
 from mm3d.training.schedules.schedule import Action, Schedule, ScheduleError
@@ -13,4 +13,4 @@ from mm3d.training.schedules.text import format_schedule, parse_schedule
 from mm3d.training.schedules.times import Times
 
 __all__ = ["Action", "Schedule", "ScheduleError", "Times", "build", "check", "clock",
-           "format_schedule", "parse_schedule", "registry"]
+           "format_schedule", "parse_schedule", "all_builders"]

@@ -5,7 +5,7 @@ from functools import lru_cache
 from typing import Callable
 
 from mm3d.training.schedules.messages import ScheduleProgress
-from mm3d.training.schedules.schedule import STEPS, Event, Schedule, ScheduleError
+from mm3d.training.schedules.schedule import STEPS, Completion, Schedule, ScheduleError
 
 
 def check(schedule: Schedule, pending: int | None = None) -> None:
@@ -66,7 +66,7 @@ def check_stages(schedule: Schedule) -> None:
 def check_actions(schedule: Schedule) -> None:
     """Check the rule "actions"."""
     for rank, row in enumerate(schedule.rows):
-        found: Counter[Event] = Counter()
+        found: Counter[Completion] = Counter()
         for index, action in enumerate(row):
             if action.kind not in STEPS or action.micro < 0:
                 raise ScheduleError("actions", f"{action} is none", rank, index)
@@ -77,7 +77,7 @@ def check_actions(schedule: Schedule) -> None:
                 found[event] += 1
                 if found[event] > 1:
                     raise ScheduleError("actions", f"{event} is done a second time", rank, index)
-        for event in (Event(step, stage, micro) for stage in schedule.stages[rank]
+        for event in (Completion(step, stage, micro) for stage in schedule.stages[rank]
                       for micro in range(schedule.microbatches) for step in "FBW"):
             if event not in found:
                 raise ScheduleError("actions", f"{event} is missing", rank)
@@ -105,7 +105,7 @@ def check_joined(schedule: Schedule) -> None:
 def check_order(schedule: Schedule) -> None:
     """Check the rule "order"."""
     for rank, row in enumerate(schedule.rows):
-        happened: set[Event] = set()
+        happened: set[Completion] = set()
         for index, action in enumerate(row):
             for event in schedule.inputs(rank, action):
                 if schedule.rank_of[event.stage] == rank and event not in happened:

@@ -7,11 +7,11 @@ result arrives on another rank one hop after the end of the action; on the same 
 from dataclasses import dataclass
 from fractions import Fraction
 
-from mm3d.training.schedules.schedule import Event, Schedule, ScheduleError
+from mm3d.training.schedules.schedule import Completion, Schedule, ScheduleError
 from mm3d.training.schedules.times import Times
 
 
-Place = tuple[int, int]    # a rank, and the number of an action in its row
+ActionPlace = tuple[int, int]    # a rank, and the number of an action in its row
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Timeline:
     ends: tuple[tuple[Fraction, ...], ...]
     # Rank and number of the action whose end, or whose message, let an action begin; None if it
     # began at 0 without one.
-    causes: tuple[tuple[Place | None, ...], ...]
+    causes: tuple[tuple[ActionPlace | None, ...], ...]
 
     @property
     def makespan(self) -> Fraction:
@@ -76,13 +76,13 @@ class Timeline:
         every = self.schedule.ranks * self.makespan
         return 1 - sum(self.work) / every if every else Fraction(0)
 
-    def critical_path(self) -> list[Place]:
+    def critical_path(self) -> list[ActionPlace]:
         """Return the chain of actions, without gaps but for hops, that leads to the last end.
 
         Each is given by its rank and number, in the order of time.
         """
         last = max(range(self.schedule.ranks), key=lambda rank: self.ends[rank][-1])
-        place: Place | None = (last, len(self.ends[last]) - 1)
+        place: ActionPlace | None = (last, len(self.ends[last]) - 1)
         found = []
         while place is not None:
             found.append(place)
@@ -139,10 +139,10 @@ class _Run:
                           for kind in ("F", "B", "W", "BW") for stage in schedule.rank_of}
         self.starts: list[list[int]] = [[] for _ in range(schedule.ranks)]
         self.ends: list[list[int]] = [[] for _ in range(schedule.ranks)]
-        self.causes: list[list[Place | None]] = [[] for _ in range(schedule.ranks)]
+        self.causes: list[list[ActionPlace | None]] = [[] for _ in range(schedule.ranks)]
         self.done = [0] * schedule.ranks    # groups
-        self.happened: dict[Event, tuple[int, Place]] = {}
-        self.waiting: dict[Event, int] = {}    # the rank that waits for an event
+        self.happened: dict[Completion, tuple[int, ActionPlace]] = {}
+        self.waiting: dict[Completion, int] = {}    # the rank that waits for an event
 
     def to_the_end(self) -> None:
         """Time all actions."""
@@ -163,7 +163,7 @@ class _Run:
                 raise ScheduleError("progress", "its inputs never arrive", rank,
                                     len(self.ends[rank]))
 
-    def _group(self, rank: int) -> Event | None:
+    def _group(self, rank: int) -> Completion | None:
         """Time the next group of a rank; return an event that it waits for, if there is one."""
         group = self.groups[rank][self.done[rank]]
         place = len(self.ends[rank])

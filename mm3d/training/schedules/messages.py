@@ -3,7 +3,7 @@
 from collections import Counter
 from typing import NamedTuple
 
-from mm3d.training.schedules.schedule import Action, Event, Schedule
+from mm3d.training.schedules.schedule import Action, Completion, Schedule
 
 
 class Operation(NamedTuple):
@@ -13,12 +13,12 @@ class Operation(NamedTuple):
     # those that made them.
     kind: str
     index: int    # the number, in the rank's row, of the (first) action that it belongs to
-    event: Event | None = None    # the step whose result is moved
+    event: Completion | None = None    # the step whose result is moved
     other: int = -1    # the rank at the other end; -1 of a run
     actions: tuple[Action, ...] = ()    # what is run
 
 
-def consumer(schedule: Schedule, event: Event) -> int | None:
+def consumer(schedule: Schedule, event: Completion) -> int | None:
     """Return the rank of the stage that needs the result of `event`; None if none does."""
     step = {"F": 1, "B": -1}.get(event.step)
     return None if step is None else schedule.rank_of.get(event.stage + step)
@@ -63,8 +63,8 @@ class ScheduleProgress:
         self.schedule, self.pending = schedule, pending
         self.programs = [operations(schedule, rank) for rank in range(schedule.ranks)]
         self.places = [0] * schedule.ranks
-        self.happened: set[Event] = set()
-        self.sent: set[Event] = set()
+        self.happened: set[Completion] = set()
+        self.sent: set[Completion] = set()
         self.under_way: Counter[tuple[int, int]] = Counter()
         while any([self._advance(rank) for rank in range(schedule.ranks)]):
             pass

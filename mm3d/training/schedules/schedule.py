@@ -40,7 +40,7 @@ class Action(NamedTuple):
     joined: bool = False
 
 
-class Event(NamedTuple):
+class Completion(NamedTuple):
     """Name the completion of step "F", "B" or "W" of a micro-batch in a stage."""
 
     step: str
@@ -102,20 +102,21 @@ class Schedule:
                 found.append((action,))
         return found
 
-    def inputs(self, rank: int, action: Action) -> list[Event]:
+    def inputs(self, rank: int, action: Action) -> list[Completion]:
         """Return the events that must have happened before an action of `rank`."""
         stage, micro = self.stages[rank][action.chunk], action.micro
         if action.kind == "F":
-            return [Event("F", stage - 1, micro)] if stage else []
+            return [Completion("F", stage - 1, micro)] if stage else []
         if action.kind == "W":
-            return [Event("B", stage, micro)]
+            return [Completion("B", stage, micro)]
         last = stage == self.stage_count - 1
-        return [Event("F", stage, micro), *([] if last else [Event("B", stage + 1, micro)])]
+        return [Completion("F", stage, micro),
+                *([] if last else [Completion("B", stage + 1, micro)])]
 
-    def outputs(self, rank: int, action: Action) -> list[Event]:
+    def outputs(self, rank: int, action: Action) -> list[Completion]:
         """Return the events that an action of `rank` completes."""
         stage = self.stages[rank][action.chunk]
-        return [Event(step, stage, action.micro) for step in STEPS[action.kind]]
+        return [Completion(step, stage, action.micro) for step in STEPS[action.kind]]
 
 
 def loop(ranks: int, chunks: int = 1) -> tuple[tuple[int, ...], ...]:
@@ -129,12 +130,12 @@ def vee(ranks: int) -> tuple[tuple[int, ...], ...]:
 
 
 BUILDERS: dict[str, Callable[..., Schedule]] = {}
-LARGEST = 2 ** 18    # forward steps, ranks x chunks x micro-batches: a minute and half a GB
-MOST: dict[str, int] = {}      # of each builder
+MOST_STEPS = 2 ** 18    # forward steps, ranks x chunks x micro-batches: a minute and half a GB
+MOST_OF_BUILDER: dict[str, int] = {}      # of each builder
 CHUNKS: dict[str, int] = {}    # a rank, of each builder without a choice
 
 
-def builder(name: str, most: int = LARGEST, chunks: int = 1) -> Callable[
+def builder(name: str, most: int = MOST_STEPS, chunks: int = 1) -> Callable[
         [Callable[..., Schedule]], Callable[..., Schedule]]:
     """Decorate a builder of schedules called `name`.
 
@@ -142,6 +143,6 @@ def builder(name: str, most: int = LARGEST, chunks: int = 1) -> Callable[
     parameter `chunks` instead, with a default.
     """
     def named(function: Callable[..., Schedule]) -> Callable[..., Schedule]:
-        BUILDERS[name], MOST[name], CHUNKS[name] = function, most, chunks
+        BUILDERS[name], MOST_OF_BUILDER[name], CHUNKS[name] = function, most, chunks
         return function
     return named

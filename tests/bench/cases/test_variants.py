@@ -23,7 +23,7 @@ from bench.reports.formats import render
 from bench.reports.paper_tables import make_document
 from jobs import scripts, site, standings as books
 from jobs.__main__ import main as jobs_main
-from jobs.scripts import Work
+from jobs.scripts import JobSettings
 from mm3d.arrays import backend
 from mm3d.arrays.numpy_backend import NumpyBackend
 from records import made_up, wait_for_work
@@ -132,7 +132,8 @@ def test_a_reproduction_takes_up_rows_of_its_own_variant_alone(tmp_path):
 
 
 def test_jobs_are_of_one_variant(tmp_path):
-    work, variant = Work(site.load_site("cpu"), "cpu", tmp_path), Variant(keep="both", causal=True)
+    work = JobSettings(site.load_site("cpu"), "cpu", tmp_path)
+    variant = Variant(keep="both", causal=True)
     one = make_case(ROW, "laptop", variant)
     assert {"--keep=both", "--causal"} <= {*scripts.row_script(work, one).split()}
     run_file.write_run(run_of(variant), tmp_path, one.name)
@@ -203,7 +204,7 @@ def test_wrong_gradients_in_16_bits_are_seen(comm, name, layers):
     dx = model.backward(model.random("output gradient"), saved)
 
     def failed() -> list[str]:
-        checks = against_serial.compare(model, y, dx, "float16")
+        checks = against_serial.compare_with_serial(model, y, dx, "float16")
         return [check.quantity for check in checks if not check.passed]
     assert failed() == []
     for what, mutate in MUTATIONS.items():

@@ -51,11 +51,11 @@ def test_every_copy_is_compared_however_many_are_sent_at_once(comm, batch):
     model.zero_gradients()
     y, saved = model.forward(model.random("input"))
     dx = model.backward(model.random("output gradient"), saved)
-    right = against_serial.compare(model, y, dx, "float64", words_per_gather=batch)
+    right = against_serial.compare_with_serial(model, y, dx, "float64", words_per_gather=batch)
     assert all(check.passed for check in right)
     # In 1-D every rank has a copy of this one: a fault in the last of them alone.
     bias = next(p for p in model.parameters if p.name.endswith("mlp.down.bias"))
     if comm.rank == comm.size - 1:
         bias.grad[3] += 1.0
-    checks = against_serial.compare(model, y, dx, "float64", words_per_gather=batch)
+    checks = against_serial.compare_with_serial(model, y, dx, "float64", words_per_gather=batch)
     assert [c.quantity for c in checks if not c.passed] == [f"gradient of {bias.name}"]

@@ -5,7 +5,7 @@ from bench.__main__ import main
 from bench.cluster import mpirun
 from bench.cluster.launchers import MPICH, OPEN_MPI, find_launcher
 from bench.cluster.links import bucket_bytes, burst_frames, queue_bytes
-from bench.cluster.spec import VARIABLE, Cluster
+from bench.cluster.spec import CLUSTER_ENV, Cluster
 from bench.errors import UsageError
 from mm3d import launcher
 from support import status_of
@@ -21,12 +21,12 @@ def test_text_and_cluster(text, cluster, about):
     assert Cluster.parse(text) == cluster
     assert str(cluster) == text
     assert cluster.describe() == f"emulated cluster, {about}"
-    assert Cluster.from_environment({VARIABLE: cluster.to_environment(0)}) == cluster
+    assert Cluster.from_environment({CLUSTER_ENV: cluster.to_environment(0)}) == cluster
 
 
 def test_no_cluster():
     assert Cluster.from_environment({}) is None
-    assert VARIABLE == launcher.CLUSTER_VARIABLE
+    assert CLUSTER_ENV == launcher.CLUSTER_VARIABLE
 
 
 @pytest.mark.parametrize("text, message", [
@@ -71,7 +71,7 @@ def inside(monkeypatch):
     """In a cluster of 4 nodes of 2, and no rank of mpirun."""
     for name in (*launcher.RANK_VARIABLES, *launcher.LOCAL_SIZE_VARIABLES, "PMI_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv(VARIABLE, Cluster(4, 2).to_environment())
+    monkeypatch.setenv(CLUSTER_ENV, Cluster(4, 2).to_environment())
 
 
 def test_another_cluster_inside_is_refused(inside, capfd):
@@ -113,7 +113,7 @@ def test_command_lines_that_do_not_fit(launcher, words, message):
 @pytest.mark.parametrize("launcher, name, value", [
     (MPICH, "MPIR_CVAR_CH4_NETMOD", "ucx"), (OPEN_MPI, "OMPI_MCA_btl", "self,tcp,uct")])
 def test_networks_that_go_around_the_links_are_refused(launcher, name, value):
-    kept = mpirun.environment({"A": "1", VARIABLE: "{}", mpirun.REAL: "/bin/mpirun"}, launcher)
+    kept = mpirun.environment({"A": "1", CLUSTER_ENV: "{}", mpirun.REAL: "/bin/mpirun"}, launcher)
     assert kept == {"A": "1"} | launcher.defaults | launcher.settings
     with pytest.raises(ValueError, match=f"{name}={value}: .* unset it"):
         mpirun.environment({name: value}, launcher)
@@ -144,7 +144,7 @@ def test_sizes_of_buckets_and_queues():
 
 @pytest.mark.parametrize("variables, ranks", [
     ({"MPI_LOCALNRANKS": "4", "PMI_SIZE": "64"}, 4),
-    ({"MPI_LOCALNRANKS": "4", "PMI_SIZE": "64", VARIABLE: "{}"}, 64),
-    ({VARIABLE: "{}"}, 1)])
+    ({"MPI_LOCALNRANKS": "4", "PMI_SIZE": "64", CLUSTER_ENV: "{}"}, 64),
+    ({CLUSTER_ENV: "{}"}, 1)])
 def test_ranks_of_all_nodes_share_the_cores(variables, ranks):
     assert launcher.ranks_on_these_cores(variables) == ranks

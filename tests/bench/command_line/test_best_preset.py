@@ -5,7 +5,7 @@ import pytest
 
 from bench.__main__ import main, parser
 from bench.cluster.run import mpi_refusal, refusal
-from bench.cluster.spec import VARIABLE, Cluster
+from bench.cluster.spec import CLUSTER_ENV, Cluster
 from bench.command_line.best_preset import choose_preset
 from bench.records import journal
 from bench.verbs import reproduce
@@ -17,7 +17,7 @@ REFUSED = "this kernel does not let this user make namespaces"
 @pytest.fixture(autouse=True)
 def outside(monkeypatch):
     """No rank of mpirun, and in no cluster."""
-    for name in (*launcher.RANK_VARIABLES, *launcher.LOCAL_SIZE_VARIABLES, "PMI_SIZE", VARIABLE,
+    for name in (*launcher.RANK_VARIABLES, *launcher.LOCAL_SIZE_VARIABLES, "PMI_SIZE", CLUSTER_ENV,
                  "MM3D_BACKEND"):
         monkeypatch.delenv(name, raising=False)
 
@@ -48,7 +48,7 @@ def test_nothing_is_tried_where_ranks_are_told_what_to_do(tmp_path, words, why):
 
 
 def test_in_a_cluster_ranks_compute(tmp_path, monkeypatch):
-    monkeypatch.setenv(VARIABLE, Cluster(4, 2).to_environment())
+    monkeypatch.setenv(CLUSTER_ENV, Cluster(4, 2).to_environment())
     assert choose(tmp_path)[0] == "laptop"
 
 
@@ -56,7 +56,7 @@ def test_in_a_cluster_ranks_compute(tmp_path, monkeypatch):
 def test_what_was_begun_goes_on_with_its_choice(tmp_path, preset):
     begun = {"event": "begin", "at": "2030-01-01T00:00:00+00:00", "order": 1, "rows": ["a"],
              "settings": {"preset": preset}}
-    log = tmp_path / journal.NAME
+    log = tmp_path / journal.JOURNAL
     log.write_text(json.dumps(begun) + "\n")
     other = {"emulated": (REFUSED, "laptop"), "laptop": ("", "emulated")}[preset]
     found, why, tried = choose(tmp_path, why=other[0])
@@ -99,7 +99,7 @@ def test_a_real_cluster_is_tried():
 def test_a_precise_reproduction_has_less_software_and_more_rounds_of_64_ranks(tmp_path,
                                                                               monkeypatch):
     rounds = []
-    monkeypatch.setenv(VARIABLE, Cluster(16, 4, 5e7).to_environment())
+    monkeypatch.setenv(CLUSTER_ENV, Cluster(16, 4, 5e7).to_environment())
     monkeypatch.setattr(reproduce, "measure_round", lambda arguments, cases, wanted, log: (
         rounds.append((wanted["round"], len(cases), reproduce.run_options(
             arguments, tmp_path, 1).count("--software-share=0.1"))) or 0))

@@ -8,8 +8,8 @@ import mm3d
 from bench.__main__ import main, parser
 from bench.command_line import config_options
 from bench.experiments.training import trainer
-from bench.experiments.training.text import read_text
-from bench.experiments.training.trainer import Course, Training
+from bench.experiments.training.text import read_training_text
+from bench.experiments.training.trainer import Course, TrainingRun
 from bench.validation.files import check_file
 from bench.verbs import dry, train
 from jobs.own_options import list_verb_problems
@@ -25,7 +25,7 @@ FILES = {"llama": LLAMA | BYTES, "mixtral": MIXTRAL | BYTES}
 MESHES = {"llama": "--stages 2 --microbatches 2 --scheme 1d --grid 2",
           "mixtral": "--data 2 --zero 1 --stages 1 --microbatches 2 --scheme 1d-sp --grid 2"}
 SIZES = "--layers 4 --batch 8 --seq 12"
-TEXT = read_text()
+TEXT = read_training_text()
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_a_model_without_experts_may_get_some(file):
 def test_a_mesh_moves_the_words_that_dry_prints(comm, kind, file, capsys):
     """Of every rank, by direction and collective, for the same options of both verbs."""
     words = ["--model", file(kind), *SIZES.split(), *MESHES[kind].split()]
-    training = Training(comm, *training_of(words), TEXT)
+    training = TrainingRun(comm, *training_of(words), TEXT)
     model = training.model
     model.reset_traffic()
     model.step(*training.batch(0))
@@ -122,8 +122,8 @@ def test_a_model_is_verified_before_it_trains(comm, kind, file):
     """By a model in NumPy alone, to rounding; its settings go into the record."""
     words = ["--model", file(kind), *SIZES.split(), "--dtype", "float64", "--steps", "2"]
     words += MESHES[kind].split() if comm.size > 1 else []
-    training = Training(comm, *training_of(words), TEXT)
-    outcome = trainer.train(training, Course())
+    training = TrainingRun(comm, *training_of(words), TEXT)
+    outcome = trainer.run_training(training, Course())
     loss, *gradient = outcome.checks
     assert loss.error < 1e-13 and all(check.error < 1e-6 for check in gradient)
     assert outcome.history.losses.keys() == ({0, 1} if comm.rank == 0 else set())

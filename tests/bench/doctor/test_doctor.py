@@ -233,7 +233,8 @@ def test_a_failure_is_told_by_its_cause_and_not_by_what_follows(status, output, 
 
 def test_reports_that_were_cut_short_are_left_out(tmp_path):
     """By the end of a child job, or by a full disk."""
-    for end, text in (("out", f"{census.MARK}[]\n{census.MARK}[1,"), ("err", ""), ("status", "")):
+    for end, text in (("out", f"{census.CENSUS_MARK}[]\n{census.CENSUS_MARK}[1,"), ("err", ""),
+                      ("status", "")):
         (tmp_path / f"census.{end}").write_text(text)
     assert Facts(1, ["none"], seen=tmp_path).census == ([[]], "left no status, as on a full disk")
 

@@ -21,7 +21,7 @@ def cupy(monkeypatch, compiled_cupy):
 
 def test_without_a_gpu_nothing_is_claimed(monkeypatch, no_backends):
     monkeypatch.setitem(sys.modules, "cupy", None)
-    findings = [check(FACTS) for check in gpu_checks.CHECKS]
+    findings = [check(FACTS) for check in gpu_checks.GPU_CHECKS]
     assert [one.state for one in findings] == [FAILED] + [SKIPPED] * 6
     assert "needs the package cupy" in findings[0].text
 

@@ -27,7 +27,7 @@ from bench.records.measurements import Check
 from bench.reports.paper_tables import words_agree
 from bench.verbs import reproduce as reproduce_verb
 from jobs import scripts, site
-from jobs.scripts import Work
+from jobs.scripts import JobSettings
 from mm3d import launcher
 from refused import refused
 from support import ROOT, run_python, run_ranks
@@ -161,7 +161,8 @@ def test_what_fails_on_all_ranks_gives_back_what_it_had(comm, shared_tmp_path, m
     monkeypatch.setattr(row.placement, "reorder_ranks",
                         lambda *arguments: made.append(placed(*arguments)) or made[-1])
     monkeypatch.setattr(mm3d.Grid, "free", lambda grid: grids.append(grid.comm) or free(grid))
-    monkeypatch.setattr(row.against_serial, "compare", lambda *given: [Check("it", 1.0, 0.0)])
+    monkeypatch.setattr(row.against_serial, "compare_with_serial",
+                        lambda *given: [Check("it", 1.0, 0.0)])
     refused(comm, "run", *TINY, "--scheme", "1d-sp", "--out", str(shared_tmp_path))
     assert made == [MPI.COMM_NULL] * 2
     assert all(any(comm is one for comm in grids) for one in made)
@@ -253,13 +254,13 @@ def test_reproduce_goes_on_after_a_row_that_kills_its_job(capsys):
 def test_the_array_library_is_known_before_mpi_starts(tmp_path):
     """Whoever names it: a user, in both ways; `reproduce` to `run`; the script of a row."""
     arguments = parser(["reproduce"]).parse_args(["reproduce", "--backend", "cupy"])
-    work = Work(site.load_site("gpu4"), "gpu4", tmp_path)
+    work = JobSettings(site.load_site("gpu4"), "gpu4", tmp_path)
     script = scripts.row_script(work, make_case(select_rows("weak", "3d")[0], "tiny"))
     row = re.search(r"^row=\((.*?)\)$", script, re.M | re.S).group(1)
     for words in (reproduce_verb.run_options(arguments, tmp_path, 1), shlex.split(row),
                   ["run", "--backend", "cupy"], ["--backend=numpy", "--backend", "cupy"]):
-        assert bench.backend(words) == "cupy", words
-    assert bench.backend(["run", "--backend"]) == bench.backend([]) == ""
+        assert bench.backend_option(words) == "cupy", words
+    assert bench.backend_option(["run", "--backend"]) == bench.backend_option([]) == ""
     done = run_python("-c", "import bench, os, sys; assert 'mpi4py.MPI' not in sys.modules; "
                             "print(os.environ['MM3D_BACKEND'])", "--backend=numpy")
     assert done.stdout == "numpy\n", done.stderr

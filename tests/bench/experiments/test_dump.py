@@ -23,7 +23,7 @@ from bench.experiments.dump.computation import Way, compute_alone, compute_step
 from bench.experiments.dump.dumps import check_same_start, read_dump
 from bench.experiments.dump.envelopes import Distance, measure_reference
 from bench.experiments.dump.patterns import packed_documents
-from bench.experiments.dump.places import LOSS, Place, in_order
+from bench.experiments.dump.places import LOSS, TensorId, in_order
 from bench.experiments.dump.telling import tell_both
 from bench.experiments.dump.tensor_files import read_tensors
 from bench.experiments.dump.verdicts import judge, program_of, start_of
@@ -121,8 +121,8 @@ def test_gelu_by_the_error_function_and_no_biases_are_nanogpts(tmp_path, capsys)
     step, losses = 1e-5 * random.normal(size=weights[name].shape), []
     for sign in (1, -1):
         moved = replace(start, weights={**weights, name: weights[name] + sign * step})
-        losses.append(compute_alone(moved)[Place(LOSS)])
-    exact = compute_alone(start)[Place("gradient", name)]
+        losses.append(compute_alone(moved)[TensorId(LOSS)])
+    exact = compute_alone(start)[TensorId("gradient", name)]
     assert np.isclose(losses[0] - losses[1], 2 * (step * exact).sum(), rtol=1e-6)
     shop = replace(shop, start=start)
     tensors = {place: a * (place.kind != "gradient" or not place.name.endswith("bias"))
@@ -141,14 +141,14 @@ def test_a_loss_may_be_scaled_on_its_way_back_if_the_gradients_are_right(right, 
                for place, a in right.tensors.items()}
     verdict = judge(replace(right, tensors=tensors), ALONE, reference)
     assert verdict.first is None and verdict.scale == pytest.approx(1024, 1e-6), verdict.first
-    place = Place("gradient", "transformer.ln_f.bias")
+    place = TensorId("gradient", "transformer.ln_f.bias")
     verdict = judge(replace(right, tensors=tensors | {place: 1.1 * right.tensors[place]}), ALONE,
                     reference)
     assert verdict.scale == 1 and verdict.first.place.kind == "activation gradient"
     lost = {place: 0 * a if place.kind == "activation gradient" else a
             for place, a in right.tensors.items()}
     first = judge(replace(right, tensors=lost), ALONE, reference).first
-    assert first.place == Place("activation gradient", "lm_head")
+    assert first.place == TensorId("activation gradient", "lm_head")
 
 
 @pytest.mark.parametrize("loss, cause", [
@@ -158,17 +158,17 @@ def test_a_loss_may_be_scaled_on_its_way_back_if_the_gradients_are_right(right, 
     (lambda own, counts, logits: (0.9 * own.sum() - 0.1 * (logits * counts[..., None]).mean(
         -1).sum()) / counts.sum(), "targets that are smoothed by 0.1")])
 def test_other_means_of_losses_are_named(right, reference, loss, cause):
-    logits = reference.exact[Place("activation", "lm_head")]
+    logits = reference.exact[TensorId("activation", "lm_head")]
     logits = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     counts = right.targets != right.model.ignored
     own = -np.take_along_axis(logits, (right.targets * counts)[..., None], -1)[..., 0] * counts
-    dump = replace(right, tensors={Place(LOSS): np.float32(loss(own, counts, logits))})
+    dump = replace(right, tensors={TensorId(LOSS): np.float32(loss(own, counts, logits))})
     assert cause in explain(dump, judge(dump, ALONE, reference))
 
 
 def test_activations_of_padding_are_not_judged(right, reference):
     """After the last target that counts programs mask in several ways."""
-    place, targets = Place("activation", "transformer.h.0"), right.targets.copy()
+    place, targets = TensorId("activation", "transformer.h.0"), right.targets.copy()
     targets[2, 11:] = right.model.ignored
     for at, outside in ((11, False), (10, True)):
         a = np.array(right.tensors[place])
@@ -192,7 +192,7 @@ def packed():
 
 def test_packed_documents_are_told_by_their_activations(packed, tmp_path):
     """And what else is wrong is found, where attention inside of each is right."""
-    place = Place("gradient", "model.layers.1.input_layernorm.weight")
+    place = TensorId("gradient", "model.layers.1.input_layernorm.weight")
     for factor, first in ((1.0, None), (2.0, place)):
         dump = planted.dump_of(packed, packed.with_gradient(place.name, factor),
                                tmp_path / str(factor))
@@ -206,7 +206,7 @@ def test_shards_that_see_themselves_alone_are_no_documents(packed, tmp_path):
     documents = np.repeat([[0, 1]], 8, 1).repeat(8, 0)
     shop = replace(packed, start=replace(packed.start, documents=documents))
     verdict = judge(planted.dump_of(shop, shop.finish(shop.step()), tmp_path / "dump"), ALONE)
-    assert verdict.first.place == Place("activation", "model.layers.0") and not verdict.left
+    assert verdict.first.place == TensorId("activation", "model.layers.0") and not verdict.left
     for count, first in (    # any token is before some shard,
             (1, 8), (8, 8),    # the same one where sequences are,
             (8, 1)):    # and one for padding, which a mask hides from others, may begin them all
@@ -227,7 +227,7 @@ def test_a_packed_document_is_computed_as_if_it_were_alone(packed):
                     model=replace(start.model, seq=11), documents=None)
     whole, part = (compute_alone(one) for one in (start, alone))
     for name in ("model.layers.1", "lm_head"):
-        place = Place("activation", name)
+        place = TensorId("activation", name)
         assert np.abs(whole[place][:, 5:] - part[place]).max() <= 1e-13 * abs(part[place]).max()
 
 
@@ -235,7 +235,7 @@ def test_a_loss_with_the_bits_of_16_was_computed_in_them(right):
     for loss, dtype, found in ((3.015625, "bfloat16", "bfloat16"), (3.0157, "bfloat16", "float32"),
                                (3.015625, "float32", "float32"), (3.0157, "float64", "float64")):
         dump = replace(right, model=replace(right.model, dtype=dtype),
-                       tensors={Place(LOSS): np.float64(loss)})
+                       tensors={TensorId(LOSS): np.float64(loss)})
         assert program_of(dump).loss == found
 
 
@@ -327,8 +327,8 @@ def test_frozen_weights_are_not_in_the_norm_and_stay(copy, right, reference):
     norm = np.sqrt(sum((np.float64(a) ** 2).sum() for a in own.values()))
     spoil(copy, "scalars", lambda some: some.update(norm=np.float32(norm)))
     shop = planted.make_shop("plain", "float32", ALONE)
-    lost = {Place("gradient", one): np.float64(a) for one, a in own.items()}
-    lost[Place("gradient", name)] = np.zeros_like(right.weights[name])
+    lost = {TensorId("gradient", one): np.float64(a) for one, a in own.items()}
+    lost[TensorId("gradient", name)] = np.zeros_like(right.weights[name])
     after = {place.name: np.float32(a) for place, a in shop.finish(lost).items()
              if place.kind == "weight after"}
     spoil(copy, "weights_after", lambda some: {**after, name: right.weights[name]})
@@ -336,7 +336,7 @@ def test_frozen_weights_are_not_in_the_norm_and_stay(copy, right, reference):
     verdict = judge(read_dump(copy), ALONE, reference)
     assert verdict.first is None and not verdict.left, (verdict.first, verdict.left)
     spoil(copy, "weights_after", lambda some: after)
-    assert judge(read_dump(copy), ALONE, reference).first.place == Place("weight after", name)
+    assert judge(read_dump(copy), ALONE, reference).first.place == TensorId("weight after", name)
 
 
 @pytest.mark.parametrize("key, value, message", [
@@ -433,7 +433,7 @@ def test_dumps_of_other_weights_or_tokens_are_not_compared(right, copy):
 
 
 def test_dumps_with_other_masks_tell_nothing_of_each_other(right):
-    place, nothing = Place("mask", "transformer.drop"), SimpleNamespace(first=None, judged=[])
+    place, nothing = TensorId("mask", "transformer.drop"), SimpleNamespace(first=None, judged=[])
     one, other = ((replace(right, tensors={place: mask}), nothing)
                   for mask in np.eye(2, dtype=bool))
     assert tell_both(one, other)[0].startswith("dropout took other elements in either")
@@ -501,7 +501,7 @@ def test_one_tensor_may_be_several_of_hugging_face():
         f"{layer}.self_attn.{one}_proj.weight" for one in "qkv"]
     assert all(np.array_equal(part, a.reshape(-1, 5)) for (_, _, part), a in zip(
         found, (q, k, v), strict=True))
-    rows, one = {"q": (4,), "k": (2,), "v": (2,)}, names.Rule(re.compile("qkv"), "q k v", ())
+    rows, one = {"q": (4,), "k": (2,), "v": (2,)}, names.NameRule(re.compile("qkv"), "q k v", ())
     found = [*names.translate("qkv", np.arange(8), [one], sizes, rows)]
     assert [part.tolist() for _, _, part in found] == [[0, 1, 2, 3], [4, 5], [6, 7]]
     rules = names.find_rules("transformers", "mixtral")

@@ -12,7 +12,7 @@ from bench.__main__ import parser
 from bench.experiments.dump.computation import compute_alone
 from bench.experiments.dump.envelopes import (ALARMS, SAMPLES, Distance, exceeded, measure_norm,
                                               measure_reference, sample_error)
-from bench.experiments.dump.places import LOSS, Place
+from bench.experiments.dump.places import LOSS, TensorId
 from bench.experiments.dump.roundings import Program, Rounder, _round_angles, imitate
 from bench.experiments.dump.verdicts import judge
 from mm3d.model.rotary import frequencies
@@ -67,7 +67,7 @@ def test_with_the_least_roundings_an_imitated_step_is_the_exact_one(kind):
 
 def test_envelopes_are_as_wide_as_the_type_and_grow_with_ranks():
     start = planted.make_shop("plain", "float32", ALONE).start
-    place, loss = Place("activation", "transformer.h.1"), Place(LOSS)
+    place, loss = TensorId("activation", "transformer.h.1"), TensorId(LOSS)
     wide, narrow, many = (measure_reference(start, ALONE, Program(*how)).spread for how in (
         ("float32", "float32"), ("bfloat16", "float32"),
         ("bfloat16", "float32", "float32", {"tensor": 64})))
@@ -81,8 +81,8 @@ def test_the_gradient_of_one_chosen_expert_s_gate_is_zero_but_for_rounding():
     start = replace(start, model=replace(start.model, experts=replace(
         start.model.experts, top=1)))
     found = measure_reference(start, ALONE)
-    place = Place("gradient", "model.layers.1.block_sparse_moe.gate.weight")
-    size = found.exact[Place("gradient", "model.layers.1.input_layernorm.weight")]
+    place = TensorId("gradient", "model.layers.1.block_sparse_moe.gate.weight")
+    size = found.exact[TensorId("gradient", "model.layers.1.input_layernorm.weight")]
     assert not found.exact[place].any() and 0 < found.spread[place].whole < 1e-5 * abs(size).max()
 
 

@@ -109,8 +109,9 @@ def test_pytorch_s_ways_compute_the_same(chosen):
                    hidden=16, wide=32)
     arrays = {**case.activations(), **case.parameters()}
     arrays |= {f"router.weight {name}": case.router_weight(name) for name in ROUTINGS}
-    layer = models.ExpertsLayer(torch, {"routing": routing_settings(case.experts, case.tokens)},
-                                arrays)
+    layer = models.TorchExpertsLayer(torch,
+                                     {"routing": routing_settings(case.experts, case.tokens)},
+                                     arrays)
     ways = [way for way, problem in layer.ways().items() if not problem]
     assert ways[:2] == ["loop", "padded"]
     for routing in ROUTINGS:

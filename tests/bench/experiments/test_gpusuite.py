@@ -5,20 +5,20 @@ import pytest
 
 from bench.__main__ import main
 from bench.doctor import gpu_suite
-from bench.doctor.gpu_suite import Step
+from bench.doctor.gpu_suite import SuiteStep
 from mm3d import launcher
 
 
-def python(name: str, program: str, limit: float = 30, **settings: str) -> Step:
-    return Step(name, [sys.executable, "-c", program], limit, settings)
+def python(name: str, program: str, limit: float = 30, **settings: str) -> SuiteStep:
+    return SuiteStep(name, [sys.executable, "-c", program], limit, settings)
 
 
 def test_each_step_survives_the_others(tmp_path, capsys):
     """One that ends with a status, by a signal, never, or is not there."""
     every = [python("status", "print('hello'); raise SystemExit('error: no such thing')"),
              python("signal", "import os; os.abort()"),
-             Step("hang", ["sh", "-c", "echo here; exec sleep 60"], 2),
-             Step("missing", [str(tmp_path / "nothing")], 1),
+             SuiteStep("hang", ["sh", "-c", "echo here; exec sleep 60"], 2),
+             SuiteStep("missing", [str(tmp_path / "nothing")], 1),
              python("well", "import os; print(os.environ['GIVEN'])", GIVEN="this")]
     found = list(gpu_suite.run_steps(every, tmp_path))
     assert [bool(one.problem) for one in found] == [True] * 4 + [False]
@@ -38,7 +38,7 @@ def test_each_step_survives_the_others(tmp_path, capsys):
     ("3 passed, 71 skipped in 1.2s", "ok"), ("74 skipped, 9 deselected in 1.2s", "skipped")])
 def test_tests_of_which_none_ran_are_not_well(tmp_path, said, state):
     """Of tests alone: whatever else ends well has said what it did."""
-    one, other = (Step(name, [sys.executable, "-c", f"print({said!r})", *words], 30)
+    one, other = (SuiteStep(name, [sys.executable, "-c", f"print({said!r})", *words], 30)
                   for name, words in (("tests-1", ["pytest"]), ("doctor", [])))
     tests, doctor = gpu_suite.run_steps([one, other], tmp_path)
     assert (str(tests).split()[0], str(doctor).split()[0]) == (state, "ok")
@@ -48,7 +48,7 @@ def test_tests_of_which_none_ran_are_not_well(tmp_path, said, state):
 @pytest.mark.parametrize("more, status", [([], 1), (["--rehearse"], 0)])
 def test_a_suite_whose_tests_are_all_skipped_has_failed(tmp_path, monkeypatch, more, status):
     """But not in a rehearsal, which has no GPU."""
-    step = Step("tests-1", [sys.executable, "-c", "print('74 skipped in 1 s')", "pytest"], 30)
+    step = SuiteStep("tests-1", [sys.executable, "-c", "print('74 skipped in 1 s')", "pytest"], 30)
     monkeypatch.setattr(gpu_suite, "list_steps", lambda *arguments: [step])
     assert main(["doctor", "--gpu", "whole", "--out", str(tmp_path / "out"), *more]) == status
 

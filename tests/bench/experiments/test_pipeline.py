@@ -47,7 +47,7 @@ def test_a_run_like_the_clock_s_has_the_clock_s_bubble(name):
     timeline = clock(schedule, Times.equal(count, 1, "1.5", "0.5", hop="0.25"))
     times = times_of(timeline)
     assert np.allclose(derived.bubble_rates(times, schedule), float(timeline.bubble_rate))
-    assert np.allclose(derived.step_seconds(times), float(timeline.makespan) + 0.01)
+    assert np.allclose(derived.repetition_seconds(times), float(timeline.makespan) + 0.01)
     steps = derived.durations(times, schedule)
     split = any(action.kind == "W" for row in schedule.rows for action in row)
     assert np.allclose(steps.T, (1, 1.5, 0.5) if split else (1, 2, 0))

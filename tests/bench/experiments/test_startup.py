@@ -45,7 +45,7 @@ def test_each_job_has_a_row(monkeypatch):
     """Also of two with the same number of ranks; the ratio is the median of those of rounds."""
     maps = "a-b rw-p 0 [rollup]\nRss: 2000 kB\nPrivate_Clean: 100 kB\nPrivate_Dirty: 900 kB\n"
     memory = {"Python": startup.resident_bytes(maps), "MPI": startup.resident_bytes("")}
-    told = dict.fromkeys((*startup.PHASES, "call"), 3.0) | {"transport": "mpi", "memory": memory}
+    told = dict.fromkeys((*startup.STAGES, "call"), 3.0) | {"transport": "mpi", "memory": memory}
     plain = [{"all ranks run": seconds, "memory": memory} for seconds in (1.0, 6.0, 1.5)]
     shown, rounds = [], iter(3 * plain)
     monkeypatch.setattr(verb, "measure_start", lambda ranks: (next(rounds), told))

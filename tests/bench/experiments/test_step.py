@@ -4,7 +4,7 @@ import pytest
 
 from bench.errors import UsageError, WrongResult
 from bench.experiments.training import beside
-from bench.experiments.training.timed_step import PARTS, TimedTraining
+from bench.experiments.training.timed_step import STEP_PARTS, TimedTraining
 from bench.instruments.timing import Limits
 from bench.statistics import elapsed
 from made_up_torch import make_up
@@ -63,7 +63,7 @@ def test_all_sides_are_measured_in_turns(comm, shared_tmp_path):
     found = {name: variable.values for name, variable in record.variables.items()}
     assert list(record.scales["side"]) == ["mm3d", "tp", "one"]
     assert found["times"].shape == (2, 3, comm.size, 2)
-    assert found["part_seconds"].shape[::2] == (comm.size, len(PARTS))
+    assert found["part_seconds"].shape[::2] == (comm.size, len(STEP_PARTS))
     assert np.isnan(found["times"][:, 2, 1:]).all() and (found["part_seconds"] > -1e-3).all()
     assert np.allclose(found["seconds"][2, :3], 0.25)
     assert np.allclose(found["tokens_per_second"][2, :3], 4 * 6 / 0.25)

@@ -91,7 +91,7 @@ def test_both_are_measured_in_turns(comm, shared_tmp_path, waits):
     found = {name: variable.values for name, variable in record.variables.items()}
     assert found["reference_times"].shape == found["times"].shape == (2, 2, 6, 2)
     assert np.allclose(found["reference_seconds"][:3], 6 * SECONDS)
-    own = derived.step_seconds(found["times"])
+    own = derived.repetition_seconds(found["times"])
     assert found["ratio"][0] == pytest.approx(np.median(6 * SECONDS / own))
     assert np.allclose(found["processor"][1], 0.001) and ("slept" in found) == bool(waits)
     assert record.configuration["reference_order"] == "the same actions in the same order"

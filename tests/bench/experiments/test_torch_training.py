@@ -15,7 +15,7 @@ from bench.experiments.torch.child import TorchProcesses
 from bench.experiments.torch.equal_kernels import compare_kernels
 from bench.experiments.training import torch_training
 from bench.experiments.training.plan import Plan
-from bench.experiments.training.text import read_text
+from bench.experiments.training.text import read_training_text
 from bench.records import run_file
 from bench.verbs import train
 from made_up_torch import make_up
@@ -24,7 +24,7 @@ from mm3d.model.experts.layer import Experts
 from records import only_record
 
 PLAN = Plan(layers=1, hidden=8, heads=2, batch=4, seq=6, steps=3, lr=0.01, warmup=2)
-TEXT = read_text()
+TEXT = read_training_text()
 WORDS = ("--layers 1 --hidden 8 --heads 2 --batch 4 --seq 6 --steps 3 --lr 0 --scheme serial "
          "--validate-every 2 --validation-batches 1 --checkpoints none").split()
 LOSS = 5.4963    # of the held-out text, which the rate 0 does not change
@@ -169,7 +169,7 @@ def test_a_process_that_ends_while_it_sleeps_is_told_on_all_ranks(comm, shared_t
                        (comm.size, lambda one: one.ask("step")),
                        (1, lambda one: compare_kernels([(1, 1, 1, False, False, 1)], "float32",
                                                        backends.get("numpy"), one, 0))):
-        process = TorchProcesses(str(shared_tmp_path / "python"), "Training",
+        process = TorchProcesses(str(shared_tmp_path / "python"), "TorchSteps",
                                  {"dtype": "float32"}, {}, comm, "train the model", ranks)
         if comm.rank == ranks - 1:
             process._process.kill()
@@ -207,7 +207,7 @@ def test_momentum_does_not_take_up_the_decay():
                               mul_=lambda factor, name=name: done.append((name, factor)))
         for name, order in (("weight", 2), ("bias", 1))})
     case = {"optimizer": "sgd", "lr": 0.1, "momentum": 0.5, "weight_decay": 0.2}
-    optimizer = models.make_optimizer(torch, model, case)
+    optimizer = models.make_torch_optimizer(torch, model, case)
     for rate in (0.1, 0.05):
         models.change(torch, model, optimizer, case, rate)
     assert done == [("weight", 0.98), ("step", 0.1), ("weight", 0.99), ("step", 0.05)]

@@ -15,12 +15,12 @@ from bench.__main__ import main, parser
 from bench.errors import StoreError, UsageError, WrongResult
 from bench.experiments.training import comparison, history, plain_gpt, record, trainer
 from bench.experiments.training.history import History
-from bench.experiments.training.meshes import count_ranks, list_mesh_cases, reference_of
+from bench.experiments.training.meshes import list_mesh_cases, ranks_of_mesh, reference_of
 from bench.experiments.training.plan import Plan
 from bench.experiments.training.record import expected_peak_bytes
 from bench.experiments.training.rounding_bounds import rounding_bounds
-from bench.experiments.training.text import read_text
-from bench.experiments.training.trainer import Course, TrainingEnd, Training
+from bench.experiments.training.text import read_training_text
+from bench.experiments.training.trainer import Course, TrainingEnd, TrainingRun
 from bench.records import run_file
 from bench.records.kinds.training_meshes import allowed_differences
 from bench.records.measurements import Check
@@ -36,7 +36,7 @@ PLAN = Plan(layers=1, hidden=8, heads=2, batch=4, seq=6, steps=7, lr=0.01, warmu
 COMPARED = replace(PLAN, layers=4, batch=24, steps=2, dtype="float64", optimizer="sgd", clip=0.0,
                    weight_decay=0.0)
 COURSE = Course(validate_every=3, validation_batches=1, save_every=4)
-TEXT = read_text()
+TEXT = read_training_text()
 DIVISIONS = {1: Division(), 2: Division(grid=(1, 2, 1)),
              4: Division(stages=2, scheme="1d", microbatches=2)}
 
@@ -48,8 +48,8 @@ def run(comm, course: Course, plan: Plan = PLAN, stop_after: int | None = None):
             os.kill(os.getpid(), signal.SIGINT)
     division = DIVISIONS[comm.size]
     plan = replace(plan, layers=max(plan.layers, division.stages))
-    training = Training(comm, plan, division, TEXT)
-    return training, trainer.train(training, course, report)
+    training = TrainingRun(comm, plan, division, TEXT)
+    return training, trainer.run_training(training, course, report)
 
 
 @pytest.mark.ranks(1, slow=(2, 4))
@@ -190,7 +190,7 @@ def test_speed_is_of_the_steps_of_this_run_alone(comm, tmp_path):
     """Steps before may have been of another mesh, or on another machine."""
     times = [9.0, 9.0, 9.0, 9.0, 9.0, 1.0, 1.0]
     past = History({n: 5.0 for n in range(7)}, dict(enumerate(times)), {7: 5.0})
-    training = Training(comm, PLAN, Division(), TEXT)
+    training = TrainingRun(comm, PLAN, Division(), TEXT)
     checks = [Check("loss", 0.0, 1e-5), Check("gradient", 0.0, 1e-3)]
     for began, speed, said in ((4, 24.0, "24 tokens a second from step 4, where this run began"),
                                (7, np.nan, "No step was trained in this run")):
@@ -221,7 +221,7 @@ def test_a_signal_before_the_first_step_is_heard(comm, shared_tmp_path, monkeypa
         if comm.rank == comm.size - 1:
             os.kill(os.getpid(), signal.SIGINT)
         return [Check("loss", 0.0, 1.0)]
-    monkeypatch.setattr(Training, "verify", interrupted)
+    monkeypatch.setattr(TrainingRun, "verify", interrupted)
     training, outcome = run(comm, replace(COURSE, checkpoints=str(shared_tmp_path / "saved")))
     assert (outcome.steps, outcome.ended_by, outcome.history.losses) == (0, "signal", {})
     assert record.beside_checks(History(), History()) == []    # nothing was validated either
@@ -239,8 +239,8 @@ def test_a_training_goes_on_without_its_history(comm, tmp_path):
     for one in run(comm, course, stop_after=2):
         assert getattr(one, "steps", 3) == 3
     (tmp_path / "saved" / "history.jsonl").unlink()
-    training = Training(comm, PLAN, DIVISIONS[1], TEXT)
-    outcome = trainer.train(training, course, lambda done, past: said.append(
+    training = TrainingRun(comm, PLAN, DIVISIONS[1], TEXT)
+    outcome = trainer.run_training(training, course, lambda done, past: said.append(
         history.progress_line(done, past, 7, 24)))
     assert (outcome.began, sorted(outcome.history.losses)) == (3, [3, 4, 5, 6])
     assert said[0].startswith("step 3 of 7, validation loss ") and "nan" not in "".join(said)
@@ -304,7 +304,7 @@ def test_a_wrong_loss_is_refused(comm, monkeypatch):
 
 
 def test_float64_agrees_with_the_plain_model_closely(comm):
-    training = Training(comm, replace(PLAN, dtype="float64", tied=False), Division(), TEXT)
+    training = TrainingRun(comm, replace(PLAN, dtype="float64", tied=False), Division(), TEXT)
     loss, *gradient = training.verify()
     assert loss.error < 1e-14 and all(check.error < 1e-6 for check in gradient)
     training.free()
@@ -331,7 +331,7 @@ def test_every_mesh_has_the_same_losses_gradients_and_weights(comm, shared_tmp_p
     """
     cases = list_mesh_cases(comm.size)
     if comm.size > 2:
-        cases = [case for case in cases if count_ranks(case) > 2 or case.given().keys() <= {
+        cases = [case for case in cases if ranks_of_mesh(case) > 2 or case.given().keys() <= {
             "scheme", "microbatches"}]
     found = check_meshes(comm, shared_tmp_path, "float64", cases)
     assert comm.rank or sum("bits of" in check.quantity for check in found.checks) > 8
@@ -467,8 +467,8 @@ def test_memory_is_that_of_a_dry_run(comm, monkeypatch):
     for division in meshes:
         plan = replace(PLAN, dropout=0.0, **sizes)
         gc.collect()    # the memory of one training is none of the next
-        training = Training(comm, plan, division, TEXT)
-        trainer.train(training, COURSE)
+        training = TrainingRun(comm, plan, division, TEXT)
+        trainer.run_training(training, COURSE)
         assert training.peak_bytes == expected_peak_bytes(
             plan, division, comm.size, comm.rank), division
         training.free()

@@ -9,10 +9,10 @@ from bench.__main__ import parser
 from bench.errors import UsageError, WrongResult
 from bench.experiments.training import comparison, record, trainer
 from bench.experiments.training.history import History, progress_line
-from bench.experiments.training.meshes import count_ranks, list_mesh_cases
+from bench.experiments.training.meshes import list_mesh_cases, ranks_of_mesh
 from bench.experiments.training.plan import Plan
-from bench.experiments.training.text import read_text
-from bench.experiments.training.trainer import Course, Training
+from bench.experiments.training.text import read_training_text
+from bench.experiments.training.trainer import Course, TrainingRun
 from bench.reports.figures.training import meshes_picture
 from bench.verbs import train
 from mm3d.config import Division
@@ -23,7 +23,7 @@ from records import format_record, written
 PLAN = Plan(layers=2, hidden=8, heads=2, batch=4, seq=6, steps=2, dtype="float64", warmup=2)
 COMPARED = replace(PLAN, layers=4, batch=24, warmup=0, optimizer="sgd", weight_decay=0.0, clip=0.0)
 COURSE = Course(validate_every=3, validation_batches=1)
-TEXT = read_text()
+TEXT = read_training_text()
 
 
 @pytest.mark.ranks(1, 4, first=(4,))
@@ -34,13 +34,13 @@ def test_experts_are_verified_and_their_use_is_recorded(comm, gate, shared_tmp_p
     plan = replace(PLAN, experts=experts)
     division = (Division(data=2, grid=(2, 1, 1), expert_parallel=2) if comm.size > 1 else
                 Division(microbatches=2))
-    training = Training(comm, plan, division, TEXT)
+    training = TrainingRun(comm, plan, division, TEXT)
     before = training.model.state()
     checks = training.verify()
     assert len(checks) > 1
     after = training.model.state()
     assert all((after[name] == before[name]).all() for name in before)
-    outcome = trainer.train(training, COURSE)
+    outcome = trainer.run_training(training, COURSE)
     found = record.training_record(training, COURSE, outcome)
     training.free()
     if found is not None:
@@ -79,8 +79,8 @@ def test_every_mesh_with_experts_has_the_same(comm, shared_tmp_path, experts, di
     gate that drops nothing, where replicas that divide experts exchange another number of rows in
     each step, these alone."""
     cases = [case for case in list_mesh_cases(8, experts)
-             if case.expert_parallel > 1 and (divided or count_ranks(case) > 2)
-             or case.zero in (0, 3) and count_ranks(case) > 2 and not divided
+             if case.expert_parallel > 1 and (divided or ranks_of_mesh(case) > 2)
+             or case.zero in (0, 3) and ranks_of_mesh(case) > 2 and not divided
              or case.given().keys() <= {"scheme", "microbatches"}]
     assert len(cases) > (20 if divided else 35)
     found = compare_meshes(comm, shared_tmp_path, experts, cases)
@@ -124,7 +124,7 @@ def test_a_comparison_that_proves_nothing_is_refused():
 
 def test_a_wrong_balance_loss_is_not_trained(monkeypatch):
     plan = replace(PLAN, experts=Experts(4, balance=1.0))
-    training = Training(MPI.COMM_SELF, plan, Division(), TEXT)
+    training = TrainingRun(MPI.COMM_SELF, plan, Division(), TEXT)
     right = layer.balance_loss
     monkeypatch.setattr(layer, "balance_loss",
                         lambda *given: (right(*given)[0], 1.01 * right(*given)[1]))
@@ -159,7 +159,7 @@ def test_every_option_of_experts_can_be_given(options, expected):
 def test_every_convention_is_verified(chosen):
     """Their balance losses, some with the number of layers; and what experts take."""
     experts = Experts(4, **{"capacity": 0.5, "balance": 0.5, **chosen})
-    training = Training(MPI.COMM_SELF, replace(PLAN, experts=experts), Division(), TEXT)
+    training = TrainingRun(MPI.COMM_SELF, replace(PLAN, experts=experts), Division(), TEXT)
     assert all(check.passed for check in training.verify())
     training.free()
 

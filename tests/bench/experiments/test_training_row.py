@@ -7,7 +7,7 @@ from mpi4py import MPI
 
 import mm3d
 from bench.__main__ import main
-from bench.cases.combined import TrainingCase, cases_by_name, list_cases, load
+from bench.cases.combined import TrainingCase, cases_by_name, list_cases, load_rows
 from bench.cluster.spec import Cluster
 from bench.errors import Failed, UsageError
 from bench.experiments.rows import training_row
@@ -85,7 +85,7 @@ def test_a_step_that_computes_is_timed_at_its_own_lengths(comm, preset, predicte
                   unpredicted="no machine given" * (not predicted))
     found = training_row.measure_training(one, how, comm)
     if found is not None:
-        factor = int(load().shrink) if preset == "paper" else 1
+        factor = int(load_rows().shrink) if preset == "paper" else 1
         assert (found.configuration["hidden"], found.configuration["seq"]) == (
             4 * factor, 2 * factor)
         assert found.configuration["work"] == "compute" and found.checks
@@ -144,7 +144,7 @@ def test_a_wrong_step_writes_no_times(comm, monkeypatch):
 
 def test_rows_of_a_group_compare_and_can_be_predicted():
     """They are as many ranks, and one model; each has a name of its own."""
-    file = load()
+    file = load_rows()
     machine = emulating_machine(load_machine(file.machine), file.shrink, SCALE,
                                 Cluster.parse(file.cluster))
     cases = list_cases()
@@ -160,7 +160,7 @@ def test_rows_of_a_group_compare_and_can_be_predicted():
 
 def test_the_choice_of_a_planner_is_judged_by_what_was_measured():
     records = [waited_step(1, 2.0, 2.5), waited_step(2, 3.0, 2.0), waited_step(3, 2.5, 2.4)]
-    (rows,) = kind.groups(records)
+    (rows,) = kind.row_groups(records)
     assert [one.marks for one in rows] == ["chosen", "fastest", ""]
     assert [round(one.error, 3) for one in rows] == [-0.2, 0.5, 0.042]
     assert rows[0].seconds == pytest.approx(2.5) and rows[0].work == 0.5
@@ -168,7 +168,8 @@ def test_the_choice_of_a_planner_is_judged_by_what_was_measured():
     assert "20 % off in the median, 50 % at most" in first and "MISSED" in first
     assert "chooses data 8, ZeRO 1, serial, 25 % slower than the fastest" in second
     assert "data 8, ZeRO 3, serial; the goal is 5 %, MISSED" in second
-    again = kind.groups([*records, waited_step(1, 2.0, 2.0)])[0]    # the latest of a row counts
+    # The latest of a row counts.
+    again = kind.row_groups([*records, waited_step(1, 2.0, 2.0)])[0]
     assert len(again) == 3 and again[0].marks == "fastest, chosen"
 
 

@@ -7,15 +7,15 @@ from bench.errors import StoreError, UsageError
 from bench.experiments.training import plain_gpt
 from bench.experiments.training.history import HistoryFile
 from bench.experiments.training.plan import Plan
-from bench.experiments.training.text import Text, read_text, share_text
+from bench.experiments.training.text import Text, read_training_text, share_text
 
 ALPHABET = Text("alphabet", np.arange(200, dtype=np.uint8), np.arange(200, 256, dtype=np.uint8))
 
 
 def test_the_default_text_is_english():
-    text = read_text()
+    text = read_training_text()
     assert len(text.train) > 100_000 and len(text.held_out) > 10_000
-    assert b" the " in text.train.tobytes() and text.digest == read_text().digest
+    assert b" the " in text.train.tobytes() and text.digest == read_training_text().digest
 
 
 def test_a_batch_follows_from_seed_and_step_alone():
@@ -46,7 +46,7 @@ def test_a_text_that_is_too_short_is_refused_and_says_how_long(tmp_path):
     path.write_bytes(b"x" * 310)
     assert share_text(str(path), 2, 15, MPI.COMM_SELF).name == "short.txt"
     with pytest.raises(UsageError, match="cannot be read"):
-        read_text(str(tmp_path / "none.txt"))
+        read_training_text(str(tmp_path / "none.txt"))
 
 
 def test_attention_and_gelu_of_the_plain_model_are_their_definitions():

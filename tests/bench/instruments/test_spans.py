@@ -13,7 +13,7 @@ from bench.reports import time_parts
 from mm3d.arrays import backend, cupy_backend
 from mm3d.arrays.numpy_backend import NumpyBackend
 from mm3d.grid.axis import COLLECTIVES
-from mm3d.tracing.events import Collective, Gemm, Layer, PHASES, Phase
+from mm3d.tracing.events import Collective, Gemm, LayerEvent, PHASES, Phase
 from mm3d.tracing.observe import observed
 from models import PARALLELISMS, SIZES, Parallelism, data, train
 from records import made_up
@@ -153,7 +153,7 @@ def test_own_time_is_without_what_lies_within():
     recorder = Recorder(NumpyBackend(), Clock())
 
     def step():
-        recorder.enter(Layer("layers.0.mlp.up", "mlp.up"))                     # 2 to 7
+        recorder.enter(LayerEvent("layers.0.mlp.up", "mlp.up"))                     # 2 to 7
         recorder.enter(Gemm(1, 2, 3, 4, "float32"))                            # 3 to 4
         recorder.leave()
         recorder.operand = "C"
@@ -202,7 +202,7 @@ def test_names_reach_the_profiler_of_a_gpu():
     recorder = Recorder(library, Clock())
 
     def step():
-        recorder.enter(Layer("layers.0.mlp.up", "mlp.up"))
+        recorder.enter(LayerEvent("layers.0.mlp.up", "mlp.up"))
         recorder.enter(Gemm(1, 2, 3, 4, "float32"))
         recorder.leave()
         recorder.leave()

@@ -6,7 +6,7 @@ import pytest
 import mm3d
 from bench.instruments.waited_work import WorkClock, waited_work
 from mm3d.tracing import dry_run
-from mm3d.tracing.events import Gemm, PHASES, Pass
+from mm3d.tracing.events import Gemm, MemoryPass, PHASES
 
 SIZES = dict(layers=1, hidden=48, heads=8, batch=8, seq=6)
 CHOICES = {1: [("serial", {})],
@@ -20,7 +20,7 @@ def seconds(event) -> float:
 
 def modelled(trace) -> float:
     return sum(times * seconds(event) for (phase, _, event), times in trace.events.items()
-               if phase in PHASES and isinstance(event, (Gemm, Pass)))
+               if phase in PHASES and isinstance(event, (Gemm, MemoryPass)))
 
 
 @pytest.mark.ranks(1, 8)
@@ -69,7 +69,7 @@ class Host:
         return WorkClock(lambda event: seconds, lambda: self.time, self.sleep)
 
 
-EVENT = Pass("add", 1)
+EVENT = MemoryPass("add", 1)
 
 
 @pytest.mark.parametrize("steps, asked, slept, overlapped", [

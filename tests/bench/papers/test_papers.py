@@ -9,7 +9,7 @@ import pytest
 
 from bench.__main__ import main
 from bench.papers import formulas, paper, tables
-from bench.papers.numbers import MEANINGS, Rounded, compute_reach, judge
+from bench.papers.numbers import MEANINGS, Rounded, compute_reach, judge_number
 from bench.reports.formats import render
 from support import ROOT, run_python
 
@@ -70,17 +70,17 @@ def made(tmp_path):
     ("0.12", "0.1171875", "0", "1", "=")])
 def test_a_number_is_judged(printed, computed, low, high, verdict):
     reach = Fraction(low), Fraction(high)
-    found = judge(Rounded.read(printed), Fraction(computed), lambda: reach)
+    found = judge_number(Rounded.read(printed), Fraction(computed), lambda: reach)
     assert found == ((Fraction(computed),) * 2 if verdict == "=" else reach, verdict)
 
 
 def test_less_is_better_only_where_it_was_searched_for():
     def verdict(computed: str, **how: bool) -> str:
         one = Fraction(computed)
-        return judge(Rounded.read("0.5"), one, lambda: (one, one), **how)[1]
+        return judge_number(Rounded.read("0.5"), one, lambda: (one, one), **how)[1]
     assert verdict("0.3", searched=True) == "<"
     assert verdict("0.3") == verdict("0.7", searched=True) == "!"
-    assert judge(None, Fraction(1), None) == ((1, 1), "-")
+    assert judge_number(None, Fraction(1), None) == ((1, 1), "-")
 
 
 @pytest.mark.parametrize("text", ["1,000", "22B", "", "1e-3", ".5", "nan", "1 2", "--3", "4."])
@@ -117,22 +117,22 @@ def test_a_difference_is_told_with_what_the_inputs_allow(made, capsys):
 
 # --- Papers -----------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("name", [name for name in paper.names() if name != SEARCHED])
+@pytest.mark.parametrize("name", [name for name in paper.list_papers() if name != SEARCHED])
 def test_every_verdict_is_as_expected(name):
-    found = [*paper.evaluate(paper.load(name))]
+    found = [*paper.evaluate(paper.load_paper(name))]
     assert found and tables.unexpected(found) == [] and tables.count(found)["="]
 
 
 def test_rates_of_schedules_agree_in_every_digit():
     """The rows of up to 16 ranks; those of 32 are left to the verb."""
-    found = evaluate(paper.load(SEARCHED), slice(9), but=("searched_rate",))
+    found = evaluate(paper.load_paper(SEARCHED), slice(9), but=("searched_rate",))
     assert tables.unexpected(found) == [] and tables.count(found) == {"=": 36}
 
 
 @pytest.mark.slow_but_first
 @pytest.mark.parametrize("row", [0, 4, 6])
 def test_searched_rates_are_at_least_as_good(row):
-    found = evaluate(paper.load(SEARCHED), slice(row, row + 1))
+    found = evaluate(paper.load_paper(SEARCHED), slice(row, row + 1))
     assert tables.unexpected(found) == []
     rates = {one.computed.column: one.cells[0] for one in found}
     for memory in "12":
@@ -143,8 +143,8 @@ def test_searched_rates_are_at_least_as_good(row):
 
 def test_the_page_of_results_is_of_these_files():
     text = (ROOT / "results/papers/papers.txt").read_text("utf-8")
-    for name in paper.names():
-        marks = Counter("".join(one.expect for table in paper.load(name).tables
+    for name in paper.list_papers():
+        marks = Counter("".join(one.expect for table in paper.load_paper(name).tables
                                 for one in table.cells))
         (line,) = re.findall(rf"^{name} +(.*) yes ", text, re.MULTILINE)
         assert [*map(int, line.split())] == [marks.total() - marks["-"],
@@ -153,8 +153,8 @@ def test_the_page_of_results_is_of_these_files():
 
 def test_the_page_of_findings_is_of_these_files():
     """But of the paper that takes a minute, whose numbers all follow."""
-    found = {name: (text := paper.load(name), [*paper.evaluate(text)])
-             for name in paper.names() if name != SEARCHED}
+    found = {name: (text := paper.load_paper(name), [*paper.evaluate(text)])
+             for name in paper.list_papers() if name != SEARCHED}
     page = render(tables.findings(found), "text")
     assert (ROOT / "results/papers/findings.txt").read_text("utf-8") == page.rstrip("\n") + "\n"
     assert f"`{page.partition(' ')[0]} do not follow" in (ROOT / "README.rst").read_text("utf-8")
@@ -188,14 +188,15 @@ def test_a_file_of_ones_own_is_computed(made, capsys):
 def test_papers_are_listed(capsys):
     assert main(["reproduce", "--paper", "list"]) == 0
     out = capsys.readouterr().out
-    assert all(re.search(rf"^{name}  ", out, re.MULTILINE) for name in paper.names())
+    assert all(re.search(rf"^{name}  ", out, re.MULTILINE) for name in paper.list_papers())
     assert main(["reproduce", "--paper", "list", "--format", "csv"]) == 0
     out = capsys.readouterr().out
-    assert f"{(one := paper.names()[0])}," in out and paper.load(one).title.split(",")[0] in out
+    one = paper.list_papers()[0]
+    assert f"{one}," in out and paper.load_paper(one).title.split(",")[0] in out
 
 
 def test_all_are_one_line_each():
-    found = {name: (text := paper.load(name), list(paper.evaluate(text)))
+    found = {name: (text := paper.load_paper(name), list(paper.evaluate(text)))
              for name in ("llama3", "zero")}
     out = render(tables.all_papers(found), "text")
     assert re.search(r"^llama3 +11 +8 +0 +0 +0 +3 +yes", out, re.MULTILINE)

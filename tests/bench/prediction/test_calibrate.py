@@ -195,8 +195,8 @@ def test_a_sample_is_of_one_call(comm):
 def test_a_machine_without_the_memory_is_refused():
     """Before anything is built: a rank that the system kills says nothing."""
     with pytest.raises(UsageError, match="4 ranks: .* 0.8 GB .* has 0.5: 2 ranks at most would"):
-        measure.check_memory(4, 500_000_000)
-    assert measure.check_memory(2, 500_000_000) == 500_000_000
+        measure.read_memory(4, 500_000_000)
+    assert measure.read_memory(2, 500_000_000) == 500_000_000
 
 
 def test_ranks_on_several_nodes_are_those_of_a_cluster():
@@ -291,7 +291,7 @@ def calibrated(comm) -> Measurements:
     operations |= {point: [5e-5, 1e-5 + 1e-9 * point[-1] * point[3]]
                    for point in operations_alone.list_collectives(4, [512, 4096])}
     works = work_list.list_works(4, [], measure.MODELS[:1], schemes=("1d", "3d"))
-    return samples_record.make_record(
+    return samples_record.make_calibration_record(
         operations, works, np.full((4, len(works)), 0.1), [Check("output", 0.0, 1e-6)],
         {"transport": "chain mpi", "rounds": 2},
         {**sampling.measured_environment("numpy", comm), "ranks": 4, "ranks_per_core": 2.0,

@@ -9,12 +9,12 @@ import mm3d
 from bench.__main__ import main
 from bench.prediction import seconds
 from bench.prediction.machine_model import load_machine
-from bench.prediction.meshes.context_ways import list_places
+from bench.prediction.meshes.context_ways import list_contexts
 from bench.prediction.model_file import ModelFile
 from bench.prediction.pipelines.pipeline_model import PipelineModel
 from bench.prediction.training_plans import search
 from bench.prediction.training_plans.choices import LONG_SEQ, Training
-from bench.prediction.training_plans.layer_work import Layer, trace_layer, traced_work
+from bench.prediction.training_plans.layer_work import PlannedLayer, trace_layer, traced_work
 from bench.prediction.pipelines.training_step import predict_step
 from bench.reports.plans.context_ways import winners
 from mm3d.grid.shape import GridShape
@@ -154,8 +154,8 @@ def test_short_sequences_and_experts_have_no_context():
 def test_closed_forms_of_a_layer_are_near_its_dry_run(way, context):
     asked = Training(structs.replace(LONG, hidden=4096, heads=32), 64, 8, 32768, "float16", A100)
     for sizes in ((1,), (4,)):
-        layer = Layer("1d-sp", GridShape("x", sizes), 1, "none", False,
-                      strides=(1, sizes[0]), context=context, way=way)
+        layer = PlannedLayer("1d-sp", GridShape("x", sizes), 1, "none", False,
+                             strides=(1, sizes[0]), context=context, way=way)
         near, exact = works_of(asked, layer, .05)
         assert near.filled.saved == pytest.approx(exact.filled.saved, rel=.05)
         assert near.filled.working == pytest.approx(exact.filled.working, rel=.35)
@@ -168,7 +168,7 @@ def test_so_it_is_where_heads_share_keys_and_with_a_window(way, window):
     gpt = structs.replace(LONG, hidden=4096, heads=32, architecture=mm3d.Architecture(
         kv_heads=8, window=window))
     asked = Training(gpt, 64, 8, 16384, "float16", load_machine("dgx-h100"))
-    layer = Layer("1d-sp", GridShape("x", (4,)), 1, "none", False, context=4, way=way)
+    layer = PlannedLayer("1d-sp", GridShape("x", (4,)), 1, "none", False, context=4, way=way)
     near, exact = works_of(asked, layer, .01)
     assert near.filled.working < 1.15 * exact.filled.working
 
@@ -177,8 +177,8 @@ def test_scores_are_priced_without_regard_to_the_mask():
     """As without a context: 2 ranks of a context take half of one rank's attention."""
     asked = Training(structs.replace(LONG, hidden=1024), 2, 2, 65536, "float16", A100)
     alone, half = (traced_work(asked, layer, trace_layer(asked, layer)) for layer in (
-        Layer("1d", LINE, 1, "none", False),
-        Layer("1d", LINE, 1, "none", False, context=2)))
+        PlannedLayer("1d", LINE, 1, "none", False),
+        PlannedLayer("1d", LINE, 1, "none", False, context=2)))
     assert half.forward == pytest.approx(alone.forward / 2, rel=.05)
 
 
@@ -199,7 +199,7 @@ def test_a_plan_of_long_sequences_says_its_context(capsys, tmp_path):
 
 def test_words_counted_are_those_of_the_closed_form():
     asked = Training(LONG, 1, 1, LONG.seq, "float16", A100)
-    places = [*list_places(asked, [2, 4], [256])]
+    places = [*list_contexts(asked, [2, 4], [256])]
     assert [(one.ranks, one.places) for one in places] == [(2, 1), (4, 1), (2, 8), (4, 8)]
     for one in places[:2]:
         assert {way.words for way in one.ways.values()} == {one.words}

@@ -17,7 +17,7 @@ from mm3d.arrays.cupy_kernels import KERNEL_NAMES
 from mm3d.grid.shape import GridShape
 from mm3d.model.architecture import Architecture
 from mm3d.tracing import dry_run
-from mm3d.tracing.events import Boundary, Call, Gemm, PHASES, Pass
+from mm3d.tracing.events import Boundary, Call, Gemm, MemoryPass, PHASES
 
 SIZES = {"layers": 1, "hidden": 32, "heads": 4, "batch": 2, "seq": 8}
 ELEMENTS, SCORES, HEAD = 2 * 8 * 32, 2 * 4 * 8 * 8, 8    # of an activation, of all scores
@@ -32,7 +32,7 @@ def moved(trace) -> dict:
     """Arrays of the size of an activation that passes move, by phase and part."""
     found = {}
     for (phase, part, event), times in trace.events.items():
-        if isinstance(event, Pass) and event.operation == "fused":
+        if isinstance(event, MemoryPass) and event.operation == "fused":
             found[phase, part] = found.get((phase, part), 0) + times * event.bytes / ELEMENTS / 2
     return found
 
@@ -61,7 +61,7 @@ def test_own_kernels_move_what_their_launches_are_given():
     expected |= {(phase, name): norm[phase] for phase in norm for name in ("ln1", "ln2")}
     found: dict = {}
     for (phase, part, event), times in traced("own", "softmax")[1].events.items():
-        if isinstance(event, Pass) and event.operation in KERNEL_NAMES:
+        if isinstance(event, MemoryPass) and event.operation in KERNEL_NAMES:
             found[phase, part] = found.get((phase, part), 0) + times * event.bytes
     assert found == expected
 
@@ -70,9 +70,9 @@ def test_own_kernels_move_what_their_launches_are_given():
 def test_own_kernels_leave_the_passes_of_numpy_out(window):
     """But those of CuPy: sums of a residual, and of gradients, one kernel each."""
     trace, found = traced("own", "softmax", causal=True, architecture=Architecture(window=window))
-    left = {event.operation for event in found.count(Pass)}
+    left = {event.operation for event in found.count(MemoryPass)}
     assert left - set(KERNEL_NAMES) == {"add"}
-    assert {event.operation for event in trace.count(Pass)} > {"add", "exp", "tanh"}
+    assert {event.operation for event in trace.count(MemoryPass)} > {"add", "exp", "tanh"}
     scores: Counter = Counter()    # by phase and type of the product
     for (phase, part, event), times in found.events.items():
         if isinstance(event, Gemm) and part == "attention":
@@ -89,7 +89,8 @@ def test_own_attention_leaves_out_what_a_mask_hides_from_a_block():
                         if isinstance(one, Gemm)})
     assert products == {(256, HEAD, 512): 1, (256, 512, HEAD): 1, (256, HEAD, 256): 1,
                         (256, 256, HEAD): 1}
-    assert sum(one.bytes * times for one, times in found.items() if isinstance(one, Pass)) == (
+    assert sum(one.bytes * times for one, times in found.items()
+               if isinstance(one, MemoryPass)) == (
         64 * 256 * (2 * (512 + 256) + 2) * 4)    # scores are read and overwritten; with logarithms
 
 
@@ -102,7 +103,7 @@ def test_own_attention_is_one_kernel_in_16_bits(dtype, flash):
     here = {event for (phase, part, event) in found.events if part == "attention"
             and phase == "backward" and not isinstance(event, Gemm)}
     if flash:
-        assert here == {Flash(5 * 2 * SCORES * HEAD, dtype), Pass("fused", 7 * 2 * ELEMENTS)}
+        assert here == {Flash(5 * 2 * SCORES * HEAD, dtype), MemoryPass("fused", 7 * 2 * ELEMENTS)}
     else:
         assert {event.operation for event in here} == {
             "copy_rows", "softmax_recompute", "softmax_backward"}
@@ -153,14 +154,15 @@ def test_softmax_moves_scores_and_keeps_them(phase, products, arrays):
     flops = sum(times * event.flops for (when, part, event), times in found.events.items()
                 if isinstance(event, Gemm) and (when, part) == (phase, "attention"))
     assert flops == pytest.approx(products * 2 * SCORES * HEAD)
-    assert found.events[phase, "attention", Pass("softmax", arrays * SCORES * 2)] == 1
+    assert found.events[phase, "attention", MemoryPass("softmax", arrays * SCORES * 2)] == 1
     assert {event.dtype for (_, part, event) in found.events
             if isinstance(event, Gemm) and part == "attention"} == {"float16"}
 
 
 def test_work_done_again_is_that_of_forward():
     found = traced(attention="softmax", recompute="full")[1]
-    assert found.events["backward", "attention (again)", Pass("softmax", 4 * SCORES * 2)] == 1
+    assert found.events["backward", "attention (again)",
+                        MemoryPass("softmax", 4 * SCORES * 2)] == 1
     assert moved(found)["backward", "ln1 (again)"] == 2
 
 
@@ -186,7 +188,7 @@ def test_closed_forms_count_the_passes_of_any_layer(kernels, seq, dtype):
     forms = elementwise_coefficients(kernels, "flash", dtype=dtype)
     added = 3 * gradient_words("1d", grid, sizes, None) * (kernels != "fused")
     for phase, words, more in zip(PHASES, forms, (0, added)):
-        moved = sum(times * one.bytes for one, times in trace.count(Pass, phase).items())
+        moved = sum(times * one.bytes for one, times in trace.count(MemoryPass, phase).items())
         assert np.dtype(dtype).itemsize * (
             words @ BlockSizes("1d", grid, sizes).elements() + more) == pytest.approx(
                 moved, rel=.03)

@@ -84,7 +84,7 @@ def times(text, **more):
 def test_nccl_tests_of_all_versions_are_read(newer, name, ranks, hosts):
     found = times(nccl(name, ranks, hosts, newer), name=f"my_{name}_perf.log")
     assert (found.ranks, found.link) == (ranks, "network" if hosts > 1 else "node")
-    (fit,) = fitting.fit_links([found])
+    (fit,) = fitting.fit_logged_links([found])
     assert [size for size, _ in found.points] == SIZES
     assert (fit.latency, fit.rate) == (pytest.approx(LATENCY, 1e-4), pytest.approx(RATE, 1e-4))
     assert np.abs(fit.fitted_errors).max() < 1e-4
@@ -104,7 +104,7 @@ def test_programs_of_mpi_are_read():
     for text, kind, ranks in cases:
         found = times(text, link="network", ranks=16)
         assert (found.kind, found.ranks, found.link) == (kind, ranks, "network")
-        (fit,) = fitting.fit_links([found])
+        (fit,) = fitting.fit_logged_links([found])
         assert fit.rate == pytest.approx(RATE, 1e-3), kind
         assert fit.latency == (None if kind == STREAM else pytest.approx(LATENCY, 1e-3))
     assert len(read("\n".join([imb(), imb("Allreduce", 4), imb("Barrier", 4)]), link="node").series
@@ -115,14 +115,14 @@ def test_a_stream_has_the_rate_where_it_is_bound_by_the_link():
     """Its small messages, at less than half of the rate, do not count; latency has the other."""
     slow = osu("Bandwidth", lambda size: min(RATE / 1e6, size / 1e-6 / 1e6), "Bandwidth (MB/s)")
     pair = [times(osu(sizes=(0, 8, 64)), link="network"), times(slow, link="network")]
-    (fit,) = fitting.fit_links(pair)
+    (fit,) = fitting.fit_logged_links(pair)
     assert (fit.latency, fit.rate) == (pytest.approx(LATENCY, 1e-3), pytest.approx(RATE, 1e-3))
 
 
 def test_collectives_of_the_most_ranks_count_and_the_others_are_compared():
     series = [times(nccl(ranks=4, hosts=2)), times(nccl(ranks=16, hosts=2)),
               times(osu(value=lambda size: 1e6 * (LATENCY + 2 * size / RATE)), link="network")]
-    (fit,) = fitting.fit_links(series)
+    (fit,) = fitting.fit_logged_links(series)
     assert fit.fitted == [series[1]] and sorted(fit.errors) == [0, 1, 2]
     assert np.abs(fit.errors[0]).max() < 1e-4 and fit.errors[2].min() == pytest.approx(-.5, .01)
 
@@ -188,14 +188,14 @@ def test_tables_of_products_are_read_and_fitted():
     assert rates["float16"].start == pytest.approx(3e-6, 1e-3)
     assert rates["float32"].rate == pytest.approx(1.5e12)
     quoted = re.sub("[^,\n]+", '"\\g<0>"', RATES)
-    assert fitting.heading(quoted) == ["dtype", "m", "n", "k", "tflops"]
+    assert fitting.read_heading(quoted) == ["dtype", "m", "n", "k", "tflops"]
     assert fitting.read_rates("gemm.csv", quoted)[0] == found
     for row in (f"{10 ** 400},1,1,1", "1,1,1,1e-320", "1,1,1,1e300"):
         said = fitting.read_rates("gemm.csv", f"dtype,m,n,k,us\nfp16,{row}")[1]
         assert "no product and time" in said[0]
     apart, _ = fitting.read_rates("gemm.csv", "dtype,m,n,k,us\nfp16,1,1,1,1e20\nfp16,2,1,1,1e-9")
     assert fitting.fit_rates(apart)["float16"].deviations
-    assert fitting.heading("m,n,k," + "x" * 200_000) == []
+    assert fitting.read_heading("m,n,k," + "x" * 200_000) == []
     assert fitting.read_rates("a.csv", "m,n,k,us\n1,1,1,1")[1] == [
         "a.csv:1: columns dtype, m, n, k and one of seconds, ms, us, flops, gflops, tflops would "
         "do, not m, n, k, us"]

@@ -12,10 +12,10 @@ from bench.__main__ import main, parser
 from bench.cases.case import make_case
 from bench.cases.paper import Row
 from bench.cases.selection import rows_by_name
-from bench.cluster.spec import VARIABLE, Cluster
+from bench.cluster.spec import CLUSTER_ENV, Cluster
 from bench.instruments.available_memory import available_memory, total_memory
 from bench.prediction import memory_fit, node_memory
-from bench.prediction.node_memory import Node
+from bench.prediction.node_memory import NodeMemory
 from bench.records.journal import read_entries
 from support import run_python
 
@@ -32,10 +32,11 @@ def needed(name: str, ranks: int, recompute: str = "none", preset: str = "tiny")
     """What a node with all ranks of a row needs, by dry runs."""
     one = make_case(row_of(name, ranks), preset)
     grid = mm3d.SCHEMES[one.row.scheme].default_grid(ranks)
-    return node_memory.estimate_by_dry_runs(one, grid, recompute, BLOCK).on(Node(ranks, True, 0))
+    need = node_memory.estimate_by_dry_runs(one, grid, recompute, BLOCK)
+    return need.on(NodeMemory(ranks, True, 0))
 
 
-def said(name: str, ranks: int, *nodes: Node) -> str | None:
+def said(name: str, ranks: int, *nodes: NodeMemory) -> str | None:
     one = make_case(row_of(name, ranks), "laptop")
     grid = mm3d.SCHEMES[one.row.scheme].default_grid(ranks)
     return node_memory.explain_shortage(one, grid, "none", list(nodes), BLOCK)
@@ -46,18 +47,19 @@ def test_a_policy_that_fits_is_named():
                        for policy in ("none", "selective"))
     assert selective < none
     name = "weak:1d:3d"
-    assert said(name, 8, Node(8, True, none)) is None
-    line = said(name, 8, Node(8, True, none - 1))
+    assert said(name, 8, NodeMemory(8, True, none)) is None
+    line = said(name, 8, NodeMemory(8, True, none - 1))
     assert "--recompute selective would fit" in line and "on a node of 8 ranks" in line
     assert f"needs about {memory_fit.format_gib(none)} by an estimate" in line
-    assert "no policy of recomputation fits" in said(name, 8, Node(8, True, selective / 2))
+    assert "no policy of recomputation fits" in said(name, 8, NodeMemory(8, True, selective / 2))
 
 
 def test_every_node_has_to_hold_its_own_ranks():
     """The serial model is on rank 0's alone."""
     one = make_case(row_of("weak:1d", 8), "laptop")
     need = node_memory.estimate_by_dry_runs(one, (8,), "none", BLOCK)
-    first, second = (Node(4, here, 4 * need.rank + here * need.check) for here in (True, False))
+    first, second = (NodeMemory(4, here, 4 * need.rank + here * need.check)
+                     for here in (True, False))
     assert said("weak:1d", 8, first, second) is None
     assert said("weak:1d", 8, first, replace(second, available=second.available - 1))
     assert said("weak:1d", 8, replace(first, available=second.available), second)
@@ -69,7 +71,7 @@ def test_a_row_that_does_not_fit_is_not_begun(comm, shared_tmp_path, monkeypatch
     def run(out: str, *words: str) -> int:
         out = str(shared_tmp_path / out)    # of its own: a folder is claimed until the job ends
         arguments = parser(["run"]).parse_args(["run", *FEW, *words, "--out", out])
-        return verbs.load("run").run(arguments, comm)
+        return verbs.load_verb("run").run(arguments, comm)
 
     def made(*arguments, **options):
         raise AssertionError("a model was made")
@@ -139,7 +141,7 @@ def test_the_least_of_what_is_left(tmp_path, monkeypatch, group, files, expected
     places = [tmp_path / name for name in ("meminfo", "cgroup", "groups")]
     assert available_memory(*places) == expected
     assert total_memory(places[0]) == 9000 * 1024
-    monkeypatch.setenv(VARIABLE, Cluster(4, 2).to_environment())
+    monkeypatch.setenv(CLUSTER_ENV, Cluster(4, 2).to_environment())
     assert available_memory(*places) == expected // 4
     for path in places[:2]:
         path.unlink()

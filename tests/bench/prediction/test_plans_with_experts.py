@@ -12,7 +12,7 @@ from bench.prediction.model_file import ModelFile
 from bench.prediction.pipelines.pipeline_seconds import predict_pipeline
 from bench.prediction.training_plans import screening, search
 from bench.prediction.training_plans.choices import LONG_SEQ, Choice, Training
-from bench.prediction.training_plans.layer_work import Layer, trace_layer
+from bench.prediction.training_plans.layer_work import PlannedLayer, trace_layer
 from bench.prediction.pipelines.training_step import expert_parameters, layer_parameters
 from mm3d.grid.shape import GridShape
 from mm3d.model.experts.layer import Experts
@@ -53,9 +53,9 @@ def test_plans_come_in_the_order_of_their_estimates_and_none_is_left_out(mib, mo
              for family, plans in asked.screen().items()}
     every: dict[str, list[float]] = {}
     for choice in asked.choices():
-        filled, _ = asked.layers.filled(Layer.of(choice, whole=True))
+        filled, _ = asked.layers.filled(PlannedLayer.of(choice, whole=True))
         if asked.estimator.memory(choice, filled) <= screening.SLACK * asked.limit:
-            seconds = asked.estimator.seconds(choice, asked.screened(Layer.of(choice)))
+            seconds = asked.estimator.seconds(choice, asked.screened(PlannedLayer.of(choice)))
             every.setdefault(choice.family, []).append(seconds)
     assert found == {family: sorted(seconds) for family, seconds in every.items()}
 
@@ -66,7 +66,7 @@ def test_estimates_by_dry_runs_of_layers_are_near_those_of_a_step(zero, shards, 
     ZeRO 2 estimates have 6 % less bytes."""
     asked = search.Search(training(ROUTED, 8, 8, 100))
     plan = asked.predicted(Choice(8, zero, 1, "1f1b", 1, "1d", LINE, "none", shards, "", parts))
-    work = asked.traced(Layer.of(plan.choice))
+    work = asked.traced(PlannedLayer.of(plan.choice))
     assert asked.estimator.memory(plan.choice, work.filled) == pytest.approx(
         plan.memory["all"], rel=.07)
     assert asked.estimator.seconds(plan.choice, work) == pytest.approx(plan.seconds, rel=.08)
@@ -79,7 +79,7 @@ def test_parameters_are_those_of_a_dry_run(scheme, sizes, parts, design):
     """Of two layers, one with experts; values and gradients have 2 bytes each."""
     asked = training(routed(every=2, design=design), 4, 4, 100)
     (grid,) = {one for kind, one in asked.shapes if kind == scheme and one.sizes == sizes}
-    trace = trace_layer(asked, Layer(scheme, grid, 2, "none", False, parts))[0]
+    trace = trace_layer(asked, PlannedLayer(scheme, grid, 2, "none", False, parts))[0]
     where = scheme, grid, asked.stack(2, "none").sizes, asked.gpt.experts
     experts = expert_parameters(*where, parts)
     assert layer_parameters(*where) + experts == pytest.approx(trace.parameters / 8, rel=5e-3)
@@ -96,8 +96,8 @@ def test_closed_forms_of_a_layer_are_near_its_dry_run(parts, recompute, own):
     asked = Training(gpt, 8, 8, 2048, "float16", machine)
     for scheme, grid in asked.shapes:
         if grid.sizes in ((1,), (4,), (1, 2, 2)):
-            layer = Layer(scheme, grid, 2, recompute, False, parts,
-                          (*map(grid.stride, grid), grid.ranks) if parts > 1 else ())
+            layer = PlannedLayer(scheme, grid, 2, recompute, False, parts,
+                                 (*map(grid.stride, grid), grid.ranks) if parts > 1 else ())
             traces = trace_layer(asked, layer.anywhere)
             for kernels, error in (("own", own), ("fused", .11)):
                 near, exact = works_of(replace(asked, machine=structs.replace(

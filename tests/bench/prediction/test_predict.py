@@ -60,7 +60,8 @@ def test_errors_are_within_what_the_documentation_says(outcome):
 def test_the_verb_prints_every_format(form, outcome, monkeypatch, tmp_path, capsys):
     """And names figures on standard error, so that the document stays whole, but of text."""
     monkeypatch.setattr(paper_fit, "predict_tables", lambda *machine: outcome)
-    monkeypatch.setattr(prediction, "draw_scaling", lambda folder, found: f"{folder}/drawn.png")
+    monkeypatch.setattr(prediction, "draw_predicted_scaling",
+                        lambda folder, found: f"{folder}/drawn.png")
     options = ["--table", "strong", "--format", form, "--pictures", str(tmp_path)]
     assert main(["predict", *options]) == 0
     said = capsys.readouterr()
@@ -82,10 +83,10 @@ def test_rows_of_one_stage_are_predicted_as_without_stages(outcome):
     """To the last digit, with a backward that repeats the forward; and equal stages without hops
     take the closed form of 1F1B."""
     rows = [row for row in select_rows("strong") if row.gpus in (8, 64)]
-    found, missing = paper_pipelines.predict_rows(outcome, rows, build("1f1b", 1, 1))
+    found, missing = paper_pipelines.predict_as_pipelines(outcome, rows, build("1f1b", 1, 1))
     assert [one.row for one in found] == rows and not missing
     assert [one.average for one in found] == [one.one_stage for one in found]
-    found, missing = paper_pipelines.predict_rows(outcome, rows, build("1f1b", 4, 6))
+    found, missing = paper_pipelines.predict_as_pipelines(outcome, rows, build("1f1b", 4, 6))
     assert [one.row.scheme for one in found] == ["1d", "1d", "2d"]
     assert "strong 3d on 64: 16 ranks are no cube" in missing[-1]
     for one in found:

@@ -12,9 +12,9 @@ from bench.prediction import machine_model
 from bench.prediction.machine_model import Achieved
 from bench.prediction.pipelines.pipeline_model import PipelineModel
 from bench.prediction.pipelines.pipeline_seconds import fullest_stage
-from bench.prediction.published.published_steps import (COLUMNS, choices, fit_machine,
-                                                        predict_rows, read_rows)
-from bench.prediction.pipelines.training_step import (SHARES, memory_by_kind, model_flops,
+from bench.prediction.published.published_steps import (COLUMNS, choices, fit_to_steps,
+                                                        predict_rows, read_steps)
+from bench.prediction.pipelines.training_step import (SHARES, flops_of_step, memory_by_kind,
                                                       optimizer_seconds, parameters_of_rank,
                                                       parameters_of_ranks, predict_step,
                                                       written_seconds)
@@ -121,7 +121,7 @@ def test_memory_by_kind_is_the_peak_of_the_dry_run():
 
 def test_operations_are_those_of_narayanan():
     """F = 72 B s l h^2 (1 + s / 6h + V / 12 l h), their equation 3 without recomputation."""
-    found = model_flops(gpt(data=2))
+    found = flops_of_step(gpt(data=2))
     B, s, h, layers, V = 16, 16, 64, 4, 100
     assert found["model"] == found["hardware"] == pytest.approx(
         72 * B * s * layers * h ** 2 * (1 + s / (6 * h) + V / (12 * h * layers)))
@@ -131,7 +131,7 @@ def test_rows_are_read_and_the_rest_named(tmp_path):
     path = written(tmp_path, GOOD[0], "1,9,16,2,256,4,4,64,2,4,1,5", "1,8,16,3,256,4,4,64,2,4,1,5",
                    "1,8,16,2,256,5,4,64,2,4,1,5", "1,8,16,2,256,4,4,64,2,4,1,", "", "1,8",
                    "1,8,16.5,2,256,4,4,64,2,4,1,5", GOOD[1], GOOD[1] + ",5", GOOD[0] + ", ")
-    rows, problems = read_rows(path)
+    rows, problems = read_steps(path)
     assert [(row.line, row.gpus, row.seconds) for row in rows] == [(2, 8, .005), (10, 8, .006),
                                                                    (12, 8, .005)]
     assert [line.partition(":")[0] for line in problems] == [
@@ -149,7 +149,7 @@ def test_rows_are_read_and_the_rest_named(tmp_path):
     (11, "-5", "a number above 0")])
 def test_a_number_that_no_step_has_leaves_out_its_row(place, text, would, tmp_path):
     cells = GOOD[0].split(",")
-    rows, (problem,) = read_rows(written(
+    rows, (problem,) = read_steps(written(
         tmp_path, GOOD[1], ",".join([*cells[:place], text, *cells[place + 1:]])))
     assert len(rows) == 1 and problem.startswith("line 3: ")
     assert f" is {text!r}: {would}" in problem
@@ -158,23 +158,23 @@ def test_a_number_that_no_step_has_leaves_out_its_row(place, text, would, tmp_pa
 def test_lines_of_any_system_are_read_and_what_is_no_csv_is_refused(tmp_path):
     path = tmp_path / "old.csv"
     path.write_bytes("\r".join([HEAD, *GOOD]).encode())
-    assert read_rows(str(path)) == read_rows(written(tmp_path, *GOOD))
+    assert read_steps(str(path)) == read_steps(written(tmp_path, *GOOD))
     wrapped = ",".join(f'"{name}"' for name in HEAD.replace(" ", "\n").split(","))
-    assert read_rows(written(tmp_path, *GOOD, head=wrapped)) == read_rows(str(path))
+    assert read_steps(written(tmp_path, *GOOD, head=wrapped)) == read_steps(str(path))
     with pytest.raises(UsageError, match="steps.csv: no CSV: field larger"):
-        read_rows(written(tmp_path, "1" * 200_000))
+        read_steps(written(tmp_path, "1" * 200_000))
     for sign, what in (";", "semicolons"), ("\t", "tabs"):
         with pytest.raises(UsageError, match=f"cells seem to be divided by {what}: commas betw"):
-            read_rows(written(tmp_path, GOOD[0].replace(",", sign).replace("5", "0,5"),
-                              head=HEAD.replace(",", sign)))
+            read_steps(written(tmp_path, GOOD[0].replace(",", sign).replace("5", "0,5"),
+                               head=HEAD.replace(",", sign)))
     with pytest.raises(UsageError, match="its first line names no column '# GPUs', 'global"):
-        read_rows(written(tmp_path, GOOD[0], head="gpus,ms"))
+        read_steps(written(tmp_path, GOOD[0], head="gpus,ms"))
 
 
 def test_optional_columns_say_what_a_row_is(tmp_path):
     names = ",vocabulary,scheme,recompute,chunks,tied"
     more_than_heads = "1,8,16,2,256,4,4,64,8,1,1,5"
-    rows, problems = read_rows(written(
+    rows, problems = read_steps(written(
         tmp_path, GOOD[1] + ",1000,1d-sp,none,2,no", GOOD[1] + ",,,,,",
         GOOD[1] + ",1,4d,none,1,no", more_than_heads, more_than_heads + ",,3d", head=HEAD + names))
     assert len(problems) == 2 and problems[0].startswith("line 4: scheme='4d' is unknown")
@@ -188,8 +188,8 @@ def test_optional_columns_say_what_a_row_is(tmp_path):
 
 def test_a_misspelt_column_is_named(tmp_path):
     """But not one of something else, nor one beside the column that it is like."""
-    rows, problems = read_rows(written(tmp_path, GOOD[0] + ",1000,float16,x",
-                                       head=HEAD + ",Vocab,dtype,time"))
+    rows, problems = read_steps(written(tmp_path, GOOD[0] + ",1000,float16,x",
+                                        head=HEAD + ",Vocab,dtype,time"))
     assert len(rows) == 1 and rows[0].config.model.vocab == 51200
     assert problems == ["column 'vocab' is not used; did you mean vocabulary?"]
 
@@ -206,8 +206,8 @@ def test_a_type_without_a_rate_leaves_out_its_row_alone(tmp_path, capsys):
 
 
 def test_zero_divides_the_optimizer_of_a_row(tmp_path):
-    rows, problems = read_rows(written(tmp_path, GOOD[0] + ",", GOOD[0] + ",1", GOOD[0] + ",4",
-                                       head=HEAD + ",zero"))
+    rows, problems = read_steps(written(tmp_path, GOOD[0] + ",", GOOD[0] + ",1", GOOD[0] + ",4",
+                                        head=HEAD + ",zero"))
     assert problems == ["line 4: zero='4' is unknown: choose one of 0, 1, 2, 3"]
     plain, divided = (one.step.shares["optimizer"] for one in predict_rows(rows, A100)[0])
     assert divided == pytest.approx(plain / 4)
@@ -216,10 +216,10 @@ def test_zero_divides_the_optimizer_of_a_row(tmp_path):
 def test_attention_of_a_row_comes_before_the_machines(tmp_path, capsys):
     path = written(tmp_path, GOOD[0] + ",flash", GOOD[0] + ",softmax", GOOD[0] + ",",
                    GOOD[0] + ",fused", head=HEAD + ",attention")
-    rows, (problem,) = read_rows(path)
+    rows, (problem,) = read_steps(path)
     assert problem.startswith("line 5: attention='fused' is unknown: choose one of flash, softmax")
     flash, softmax, own = (one.step.seconds for one in predict_rows(rows, A100)[0])
-    plain, _ = read_rows(written(tmp_path, GOOD[0]))
+    plain, _ = read_steps(written(tmp_path, GOOD[0]))
     (fast,), _ = predict_rows(plain, msgspec.structs.replace(A100, attention="flash"))
     assert flash == fast.step.seconds < softmax == own
     assert main(["predict", "--steps", written(tmp_path, GOOD[0] + ",flash", GOOD[0] + ",softmax",
@@ -229,7 +229,7 @@ def test_attention_of_a_row_comes_before_the_machines(tmp_path, capsys):
 
 
 def test_rows_of_grids_count_all_of_their_gpus(tmp_path):
-    rows, problems = read_rows(written(
+    rows, problems = read_steps(written(
         tmp_path, "1,16,16,2,256,4,4,64,8,2,1,5,3d", "1,8,16,2,256,4,4,64,4,2,1,5,3d",
         head=HEAD + ",scheme"))
     assert [(row.gpus, row.config.division.grid) for row in rows] == [(16, (2, 2, 2))]
@@ -254,30 +254,30 @@ def test_committed_tables_are_those_of_the_code(name, machine, tmp_path, capsys)
 
 def test_a_file_without_a_column_is_refused(tmp_path):
     with pytest.raises(UsageError, match="no column 'micro batch'"):
-        read_rows(written(tmp_path, GOOD[0], head=HEAD.replace("micro batch", "mini batch")))
+        read_steps(written(tmp_path, GOOD[0], head=HEAD.replace("micro batch", "mini batch")))
     with pytest.raises(UsageError, match="no such file"):
-        read_rows(str(tmp_path / "none.csv"))
+        read_steps(str(tmp_path / "none.csv"))
     with pytest.raises(UsageError, match="column 'micro batch' is there 2 times"):
-        read_rows(written(tmp_path, GOOD[0] + ",2", head=HEAD + ",micro batch"))
+        read_steps(written(tmp_path, GOOD[0] + ",2", head=HEAD + ",micro batch"))
 
 
 def test_a_fit_finds_the_fractions_that_made_the_seconds(tmp_path):
     """Rows whose seconds are a machine's own are fitted to it, but for terms that are small."""
-    rows, _ = read_rows(written(tmp_path, *GOOD))
+    rows, _ = read_steps(written(tmp_path, *GOOD))
     true = msgspec.structs.replace(A100, achieved=Achieved(.5, .6, .4, .7, .5))
     made = [replace(one.row, seconds=one.step.seconds) for one in predict_rows(rows, true)[0]]
-    fitted = fit_machine(made, A100)
+    fitted = fit_to_steps(made, A100)
     errors = [abs(one.error) for one in predict_rows(made, fitted)[0]]
     assert max(errors) < .02 < max(abs(one.error) for one in predict_rows(made, A100)[0])
     with pytest.raises(UsageError, match="4 rows"):
-        fit_machine(rows[:4], A100)
+        fit_to_steps(rows[:4], A100)
     narrow = msgspec.structs.replace(A100, gemm_rate={"float32": 1e12})
     with pytest.raises(UsageError, match="0 rows to fit .*; line 2: machine dgx-a100 has no rate"):
-        fit_machine(rows, narrow)
+        fit_to_steps(rows, narrow)
 
 
 def test_the_choice_is_the_row_predicted_fastest(tmp_path):
-    rows, _ = read_rows(written(tmp_path, *GOOD[:3]))
+    rows, _ = read_steps(written(tmp_path, *GOOD[:3]))
     (first, best), = choices(predict_rows(rows, A100)[0])
     assert best.row.seconds == .004
     found, _ = predict_rows(rows, A100)

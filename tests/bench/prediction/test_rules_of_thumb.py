@@ -9,8 +9,8 @@ from bench.errors import UsageError
 from bench.prediction.meshes.kind_map import BOX, LINE, map_kinds
 from bench.prediction.machine_model import load_machine
 from bench.prediction.model_file import ModelFile, load_model
-from bench.prediction.meshes.rules_of_thumb import (BestOnly, PLAIN, check_rules,
-                                                    fitting_tensor, load_rules)
+from bench.prediction.meshes.rules_of_thumb import (BestOnly, SIMPLE, check_rules, fitting_tensor,
+                                                    load_rules)
 from bench.prediction.training_plans import search
 from bench.prediction.training_plans.choices import Training
 from bench.prediction.training_plans.search import Search
@@ -103,7 +103,7 @@ def test_rules_have_their_mesh_and_layers_and_the_planner_is_the_fastest(rules, 
         assert (choice.places, choice.stages, choice.data) == (tensor, 2, data)
         assert choice.scheme in ("1d", "1d-sp") and one.lacks == 0
     plain = found[0].plan.choice
-    assert {name: getattr(plain, name) for name in PLAIN} == PLAIN
+    assert {name: getattr(plain, name) for name in SIMPLE} == SIMPLE
     tree = found[4].plan.choice
     assert (tree.places, tree.stages, tree.data) == (1, 1, 8)
     assert found[1].plan.seconds < found[0].plan.seconds

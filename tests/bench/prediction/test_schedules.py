@@ -3,7 +3,7 @@ import pytest
 
 from bench.__main__ import main
 from bench.prediction.pipelines import schedule_costs
-from bench.prediction.pipelines.schedule_costs import Pipeline
+from bench.prediction.pipelines.schedule_costs import ComparedPipeline
 from mm3d.training.schedules import build, format_schedule
 
 SMALL = ["schedule", "--schedule", "zb-h1", "--stages", "3", "--microbatches", "4"]
@@ -22,7 +22,7 @@ def test_a_schedule_is_printed_and_read_again(tmp_path, capsys):
 
 def test_times_are_shared_among_the_chunks_of_a_rank():
     """All schedules have the same work, so that their costs can be compared."""
-    pipeline = Pipeline(4, 8)
+    pipeline = ComparedPipeline(4, 8)
     timelines = {name: schedule_costs.timed(name, pipeline)
                  for name in ("1f1b", "interleaved:3", "zb-v", "auto")}
     assert {one.work for one in timelines.values()} == {(24,) * 4}

@@ -7,7 +7,7 @@ from bench.prediction.calibration import fit, operations_alone
 from bench.prediction.machine_model import Curve, Line, load_machine
 from bench.prediction.seconds import collective_terms, gemm_seconds, pass_seconds
 from mm3d.grid.grid import Grid
-from mm3d.tracing.events import Collective, Gemm, Pass
+from mm3d.tracing.events import Collective, Gemm, MemoryPass
 from mm3d.tracing.observe import observed
 from mm3d.tracing.trace import Trace
 
@@ -36,9 +36,9 @@ def test_measured_curves_are_used_where_there_are_some():
                       passes={"exp": CURVE, "other": CURVE})
     assert collective_terms(changed, event) == {"node": pytest.approx(1e-5), "latency": 0}
     assert collective_terms(changed, other) == collective_terms(CPU, other)
-    assert pass_seconds(changed, Pass("exp", 100)) == pytest.approx(1e-6)
-    assert pass_seconds(changed, Pass("add", 1000)) == pytest.approx(1e-5)
-    assert pass_seconds(CPU, Pass("exp", 100)) == 100 / CPU.memory_bandwidth
+    assert pass_seconds(changed, MemoryPass("exp", 100)) == pytest.approx(1e-6)
+    assert pass_seconds(changed, MemoryPass("add", 1000)) == pytest.approx(1e-5)
+    assert pass_seconds(CPU, MemoryPass("exp", 100)) == 100 / CPU.memory_bandwidth
 
 
 def test_columns_cost_what_was_measured_of_columns():

@@ -7,7 +7,7 @@ import pytest
 from bench.prediction import machine_model
 from bench.prediction.planner import rank_plans
 from bench.prediction.shared_cores import trace_on_cores
-from bench.prediction.work import NAMES, Work, predict_seconds
+from bench.prediction.work import SIZE_NAMES, Work, predict_seconds
 from mm3d.grid.shape import GridShape
 from mm3d.model.stack import Stack
 from mm3d.schemes import find_scheme
@@ -76,7 +76,8 @@ def test_predictions_and_plans_know_shared_cores():
     for machine in (alone, shared):
         for plan in (plan for scheme in ("3d", "faces")
                      for plan in rank_plans(8, machine, Stack(**SIZES), scheme=scheme)):
-            work = Work("layer", plan.scheme, plan.grid, tuple(SIZES[n] for n in NAMES["layer"]))
+            work = Work("layer", plan.scheme, plan.grid,
+                        tuple(SIZES[n] for n in SIZE_NAMES["layer"]))
             assert plan.seconds == sum(predict_seconds(machine, work, "float32").values())
             took[machine.cores, plan.scheme, plan.grid.compact] = plan.seconds
     assert took[2, "3d", "2x2x2"] == took[0, "3d", "2x2x2"]

@@ -27,7 +27,7 @@ from bench.verbs import reproduce
 from mm3d.grid.shape import GridShape
 from mm3d.schemes import find_scheme
 from mm3d.tracing import dry_run
-from mm3d.tracing.events import Collective, Gemm, PHASES, Pass
+from mm3d.tracing.events import Collective, Gemm, MemoryPass, PHASES
 from records import emulated_run, format_tables
 
 LONGHORN = load_machine("longhorn")
@@ -61,7 +61,7 @@ def test_every_row_is_similar_to_the_published_one(table, scheme, ranks):
     for machine, one in ((LONGHORN, paper), (shrunk, here)):
         seconds.append([sum(times * work_seconds(machine, event)
                             for (when, _, event), times in one.events.items()
-                            if when == phase and isinstance(event, (Gemm, Pass)))
+                            if when == phase and isinstance(event, (Gemm, MemoryPass)))
                         for phase in PHASES])
     assert seconds[0] == pytest.approx([shrink ** 2 * each for each in seconds[1]], rel=1e-2)
 

@@ -21,7 +21,7 @@ from bench.prediction.model_file import SIZES, ModelFile, load_model
 from bench.prediction.training_plans import screening, search
 from bench.prediction.training_plans.choices import Choice, Training, list_grids
 from bench.prediction.training_plans.dimensions import DIMENSIONS, FIRST
-from bench.prediction.training_plans.layer_work import (Layer, screen_layer, screened_bytes,
+from bench.prediction.training_plans.layer_work import (PlannedLayer, screen_layer, screened_bytes,
                                                         screened_work, trace_layer, traced_work)
 from bench.prediction.pipelines.training_step import layer_parameters
 from bench.reports.plans.training_plans import command_lines, remarks
@@ -70,7 +70,7 @@ def test_the_best_plan_is_that_of_all_predicted_exactly(gpus, batch, mib):
     _, fitting = check_best(asked)
     assert len(fitting) > 10
     for plan in fitting:
-        filled, _ = asked.layers.filled(Layer.of(plan.choice, whole=True))
+        filled, _ = asked.layers.filled(PlannedLayer.of(plan.choice, whole=True))
         assert asked.estimator.memory(plan.choice, filled) <= screening.SLACK * asked.limit
         assert asked.may_fit(plan.choice)
 
@@ -105,7 +105,7 @@ def test_memory_by_dry_runs_of_layers_is_near_that_of_a_step_where_w_is_apart(re
     asked = search.Search(training(SMALL, 16, 4, 100))
     plan = asked.predicted(Choice(2, 1, 2, "zb-h1", 1, "3d", GridShape("xyz", (1, 1, 4)),
                                   recompute))
-    filled = asked.traced(Layer.of(plan.choice)).filled
+    filled = asked.traced(PlannedLayer.of(plan.choice)).filled
     assert asked.estimator.memory(plan.choice, filled) == pytest.approx(
         plan.memory["all"], rel=.02)
 
@@ -132,7 +132,7 @@ def test_closed_forms_price_the_largest_rank(sizes):
     """32 heads, 4096 features, and 2 sequences, on 3 and 6 ranks."""
     asked = Training(load_model("llama-2-7b"), 6, 6, 2048, "float32", load_machine("dgx-a100"))
     scheme, grid = next(one for one in asked.shapes if one[1].sizes == sizes)
-    layer = Layer(scheme, grid, 6, "none", False)
+    layer = PlannedLayer(scheme, grid, 6, "none", False)
     traces = trace_layer(asked, layer)
     near, exact = works_of(asked, layer, .03, traces)
     assert near.filled.saved == pytest.approx(exact.filled.saved, rel=.03)
@@ -243,7 +243,7 @@ def test_closed_forms_of_a_layer_are_near_its_dry_run(model, recompute):
     asked = Training(load_model(model), 8, 8, 2048, "float32", machines[0][0])
     for scheme, grid in asked.shapes:
         if grid.sizes in ((1,), (4,), (2, 2), (1, 2, 2)):
-            layer = Layer(scheme, grid, 2, recompute, False)
+            layer = PlannedLayer(scheme, grid, 2, recompute, False)
             traces = trace_layer(asked, layer)
             for machine, error in machines:
                 near, exact = works_of(replace(asked, machine=machine), layer, error, traces)
@@ -258,7 +258,7 @@ def test_closed_forms_of_a_gpts_ends_are_near_the_dry_run_of_this_librarys_kerne
     for asked, scheme, sizes, micro in ((asked, "1d", {"x": 1}, 1), (asked, "1d", {"x": 1}, 8),
                                         (asked, "3d", {"x": 1, "y": 2, "z": 2}, 1),
                                         (tied, "2d", {"x": 2, "y": 2}, 8)):
-        layer = Layer(scheme, GridShape.from_sizes(sizes), micro, "none", False)
+        layer = PlannedLayer(scheme, GridShape.from_sizes(sizes), micro, "none", False)
         near = screened_work(layer, screen_layer(asked, layer), price)
         exact = traced_work(asked, layer, trace_layer(asked, layer))
         assert near.ends == pytest.approx(exact.ends, rel=.06)
@@ -269,7 +269,7 @@ def test_closed_forms_of_a_gpts_ends_are_near_the_dry_run_of_this_librarys_kerne
 def test_no_plan_is_left_out_for_logits_that_are_held_once(dtype, scheme, sizes):
     """Of a vocabulary 100 times as wide as the layers."""
     asked = Training(load_model("qwen2-1.5b"), 8, 8, 32768, dtype, load_machine("dgx-h100"))
-    layer = Layer(scheme, GridShape.from_sizes(sizes), 2, "full", False)
+    layer = PlannedLayer(scheme, GridShape.from_sizes(sizes), 2, "full", False)
     near, exact = screened_bytes(asked, layer)[0], traced_work(
         asked, layer, trace_layer(asked, layer)).filled
     assert near.ends_working < screening.SLACK * exact.ends_working

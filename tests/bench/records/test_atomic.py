@@ -55,7 +55,7 @@ def test_a_file_is_replaced_and_another_never(tmp_path):
     atomic.replace(path, b"new")
     assert path.read_bytes() == b"new"
     with pytest.raises(FileExistsError):
-        atomic.create(path, b"other")
+        atomic.create_file(path, b"other")
     assert path.read_bytes() == b"new" and names(tmp_path) == ["a.toml"]
 
 
@@ -67,7 +67,7 @@ def test_a_pipe_or_a_device_is_written_to_and_stays_one(tmp_path):
     os.close(reader)
 
 
-@pytest.mark.parametrize("write", [atomic.create, atomic.replace])
+@pytest.mark.parametrize("write", [atomic.create_file, atomic.replace])
 def test_what_finds_no_room_leaves_nothing(tmp_path, write):
     path = tmp_path / "a.h5"
     if write is atomic.replace:
@@ -82,7 +82,7 @@ def test_what_finds_no_room_leaves_nothing(tmp_path, write):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, handler)
     assert caught.value.errno == errno.EFBIG and names(tmp_path) == before
-    assert write is atomic.create or path.read_text() == "old"
+    assert write is atomic.create_file or path.read_text() == "old"
 
 
 def test_a_killed_writer_leaves_the_old_file_and_its_part_is_tidied_away(tmp_path, writer):
@@ -111,6 +111,6 @@ def test_the_last_of_two_writers_has_the_file(tmp_path, writer):
 def test_a_second_writer_of_a_new_file_is_refused(tmp_path, writer):
     first = writer("create", "a.h5")
     with pytest.raises(FileExistsError):
-        atomic.create(tmp_path / "a.h5", b"second")
+        atomic.create_file(tmp_path / "a.h5", b"second")
     first.communicate("")
     assert (tmp_path / "a.h5").read_text() == "new" and names(tmp_path) == ["a.h5"]

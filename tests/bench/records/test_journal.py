@@ -28,7 +28,7 @@ SMALL = ("--preset", "tiny", "--scheme", "1d-sp", "--repetitions", "2", "--max-r
 
 
 def entries(folder) -> list[dict]:
-    return [json.loads(line) for line in (folder / journal.NAME).read_text().splitlines()]
+    return [json.loads(line) for line in (folder / journal.JOURNAL).read_text().splitlines()]
 
 
 def reproduce(folder, *options: str):
@@ -45,8 +45,8 @@ def test_kills_lose_nothing_finished(tmp_path):
 
 def unfinished(folder) -> None:
     """Make of a reproduction that has ended one that was killed before its last row."""
-    lines = (folder / journal.NAME).read_text().splitlines(keepends=True)
-    (folder / journal.NAME).write_text("".join(lines[:-2]))
+    lines = (folder / journal.JOURNAL).read_text().splitlines(keepends=True)
+    (folder / journal.JOURNAL).write_text("".join(lines[:-2]))
     os.unlink(folder / json.loads(lines[-2])["line"].split()[-1])
 
 
@@ -71,7 +71,7 @@ def reproduce_here(tmp_path, monkeypatch, capsys):
         return claimed[-1]
     claimed: list[Journal] = []
     monkeypatch.setattr(reproduce_verb, "Journal", claim)
-    monkeypatch.setenv(journal.VARIABLE, "")    # is set, and unset after the test
+    monkeypatch.setenv(journal.ENTRY_ENV, "")    # is set, and unset after the test
     monkeypatch.setenv("MPI_LOCALNRANKS", "1")
     monkeypatch.setattr(reproduce_verb, "measure_cases", measure)
     monkeypatch.setattr(reproduce_verb, "write_tables_and_figures", lambda *_, **__: 0)
@@ -153,8 +153,8 @@ def test_a_part_of_what_was_begun_does_not_complete_it(tmp_path, reproduce_here)
     assert "still to measure" not in reproduce_here()
     for path in tmp_path.glob("*.h5"):
         path.unlink()
-    lines = (tmp_path / journal.NAME).read_text().splitlines(keepends=True)
-    (tmp_path / journal.NAME).write_text(lines[0])
+    lines = (tmp_path / journal.JOURNAL).read_text().splitlines(keepends=True)
+    (tmp_path / journal.JOURNAL).write_text(lines[0])
     out = reproduce_here("--table", "weak")
     assert entries(tmp_path)[-1]["outcome"] == "incomplete"
     assert re.search(r"still to measure of what was begun at \S+ UTC: 1 row,", out)

@@ -138,7 +138,7 @@ def test_a_product_that_states_no_words_has_a_record(monkeypatch):
 
 def test_what_may_be_below_0_is_measured():
     """A name in a list that no variable has would allow nothing."""
-    found = {name: known for module in map(kinds.module_of, kinds.NAMES)
+    found = {name: known for module in map(kinds.module_of, kinds.KIND_NAMES)
              for name, known in module.SCHEMAS.items() if "signed" in known}
     assert len(found) > 3
     for name, known in found.items():

@@ -49,7 +49,7 @@ def test_a_file_that_another_program_has_open_is_read(tmp_path, finished, how, m
                           stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdout.readline() == "held\n"
         run = run_file.read_run(finished)
-        work = scripts.Work(site.load_site("cpu"), "cpu", tmp_path)
+        work = scripts.JobSettings(site.load_site("cpu"), "cpu", tmp_path)
         found, = standings.list_standings(work, [ROW], {})
         holder.communicate("")
     np.testing.assert_array_equal(run.samples["forward"], made_up(ROW.row).samples["forward"])
@@ -76,7 +76,7 @@ def test_what_may_not_be_read_is_neither_missing_nor_damaged(tmp_path, finished,
     main(["validate", str(finished)])    # all of it is imported, while it can be read
     capsys.readouterr()
     finished.chmod(0)
-    work = scripts.Work(site.load_site("cpu"), "cpu", tmp_path)
+    work = scripts.JobSettings(site.load_site("cpu"), "cpu", tmp_path)
     begun = journal.Reproduction(7, "2029-01-01T00:00:00+00:00", {
         "seed": 0, "warmup": 2, "repetitions": 3, **vars(Variant())}, (ROW.name,))
     with pytest.raises(Unreadable, match=r"cannot be read \(Permission denied\)"):
@@ -158,7 +158,7 @@ def test_who_goes_on_with_a_file_is_for_the_umask_to_say(tmp_path, monkeypatch, 
             assert main(verb) == 0
         assert jobs_main(["render", "--site", "cpu", "--preset", "tiny", "--scheme", "3d",
                           "--out", str(folder)]) == 0
-        work = scripts.Work(site.load_site("cpu"), "cpu", folder)
+        work = scripts.JobSettings(site.load_site("cpu"), "cpu", folder)
         with standings.locked(work):
             standings.record_job(work, "row", ROW.name, ROW.title, "7")
     finally:

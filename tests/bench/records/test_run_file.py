@@ -157,8 +157,8 @@ def test_folders_are_made_and_must_be_writable(tmp_path):
 
 
 def test_a_file_that_cannot_be_is_refused_and_a_device_is_not(tmp_path):
-    journal.check_file("/dev/null", "--trace")
+    journal.check_output("/dev/null", "--trace")
     for name, why in ((tmp_path, "is a folder"),
                       (tmp_path / ("a" * 300), "cannot be written .File name too long")):
         with pytest.raises(StoreError, match=f"--trace .* {why}"):
-            journal.check_file(name, "--trace")
+            journal.check_output(name, "--trace")

@@ -133,7 +133,7 @@ def test_rows_of_several_scales_are_left_out_with_the_reason(results):
     key, results = ("weak", "3d", 64), deepcopy(results)
     run = results.runs[key]
     results.runs[key] = replace(run, configuration=run.configuration | {"waited_scale": 8.0})
-    with pytest.raises(style.LeftOut, match="2 clusters, machines or scales: one would do"):
+    with pytest.raises(style.NoFigure, match="2 clusters, machines or scales: one would do"):
         emulation.draw_emulated(results)
 
 

@@ -13,7 +13,7 @@ from bench.records.kinds import sweep
 from bench.records.measurements import Check, Measurements, Variable
 from bench.records.at_rates import join_rates
 from bench.reports.figures import link_sweep as figures
-from bench.reports.figures.style import LeftOut, NotDrawn
+from bench.reports.figures.style import NoFigure, NotDrawn
 from records import emulated_run, format_record
 
 LINKS = [5e7, 2e8, math.inf]
@@ -142,7 +142,7 @@ def rows_at(*links, scheme="3d", order="zyx", slowed=1.0, **settings):
         yield run
 
 
-@pytest.mark.parametrize("why, status", [(LeftOut("no results"), 0), (NotDrawn("no room"), 1)])
+@pytest.mark.parametrize("why, status", [(NoFigure("no results"), 0), (NotDrawn("no room"), 1)])
 def test_a_picture_of_rates_that_cannot_be_drawn_is_a_failure(tmp_path, monkeypatch, capsys, why,
                                                               status):
     def fails(*given, **more):

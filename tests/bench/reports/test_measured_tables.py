@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from bench.prediction import beside_measured, machine_model, planner
 from bench.prediction.beside_measured import Measured
-from bench.prediction.work import NAMES, Work, predict_seconds
+from bench.prediction.work import SIZE_NAMES, Work, predict_seconds
 from bench.records.measurements import Measurements, Variable
 from bench.reports.formats import render
 from bench.reports.measured_tables import compare_predictions
@@ -73,7 +73,7 @@ def test_of_several_runs_of_a_plan_the_median_counts():
 
 def test_layers_and_products_of_other_verbs_are_read():
     """Of `bench layer` the whole step, of `bench matmul` the phases that it measured."""
-    sizes = dict(zip(NAMES["layer"], (64, 4, 8, 16, 1)))
+    sizes = dict(zip(SIZE_NAMES["layer"], (64, 4, 8, 16, 1)))
     both = dict(scheme="3d", grid="2 x 1 x 3", grid_axes="x y z", dtype="float64")
     layer = invented("layer", both | sizes, {}, {}, {"seconds": Variable(
         np.array([[0.5, 0, 0, 0], [0.1, 0, 0, 0]]), "s", ("kind", "bound"))}, [])

@@ -18,7 +18,7 @@ from bench.records import run_file
 from bench.records.folder import read_folder
 from bench.reports.figures import (cube, every_figure, prediction, roofline_and_memory, schedules,
                                    style, time_shares)
-from bench.reports.figures.frames import MOST_RANKS, colour_of
+from bench.reports.figures.frames import DRAWN_RANKS, colour_of
 from bench.reports.figures.layer_parts import LayerParts
 from bench.reports.figures.rank_panels import RankPanels
 from mm3d.grid.shape import GridShape
@@ -117,9 +117,9 @@ def test_pictures_of_plans(tmp_path, texts, monkeypatch):
 
 
 def test_pictures_of_predictions(tmp_path, texts, monkeypatch):
-    monkeypatch.setattr(prediction, "average_step_time",
+    monkeypatch.setattr(prediction, "predict_step_time",
                         lambda outcome, scheme, ranks, sizes: 9 / ranks)
-    prediction.draw_scaling(str(tmp_path), SimpleNamespace(machine=LONGHORN))
+    prediction.draw_predicted_scaling(str(tmp_path), SimpleNamespace(machine=LONGHORN))
     assert list(texts.problems()) == [] and texts.pictures == 1
 
 
@@ -155,8 +155,8 @@ def test_a_moving_picture_has_the_moments_of_a_product(tmp_path):
 
 
 def test_blocks_of_all_ranks_are_told_apart():
-    looks = [colour_of(rank) for rank in range(MOST_RANKS)]
-    assert len(set(looks)) == MOST_RANKS and colour_of(None) not in looks
+    looks = [colour_of(rank) for rank in range(DRAWN_RANKS)]
+    assert len(set(looks)) == DRAWN_RANKS and colour_of(None) not in looks
     for colour, _ in looks:    # dark letters are read on all: luminances differ 7 to 1
         levels = [int(colour[at:at + 2], 16) / 255 for at in (1, 3, 5)]
         linear = [one / 12.92 if one <= 0.04045 else ((one + 0.055) / 1.055) ** 2.4
@@ -166,7 +166,7 @@ def test_blocks_of_all_ranks_are_told_apart():
 
 @pytest.mark.slow
 def test_pictures_of_schedules(tmp_path, texts):
-    pipeline = schedule_costs.Pipeline(4, 12)
+    pipeline = schedule_costs.ComparedPipeline(4, 12)
     names = ["1f1b", "zb-v", "dualpipe-v"]
     schedules.picture(tmp_path / "a.png", {
         name: schedule_costs.timed(name, pipeline) for name in names})
@@ -179,7 +179,7 @@ def test_pictures_of_schedules(tmp_path, texts):
 
 def test_numbers_that_would_not_fit_into_their_boxes_are_left_out(tmp_path, texts):
     """Of 24 micro-batches on 4 ranks, each in two chunks, beside longer actions that have them."""
-    crowded, roomy = (schedule_costs.timed(name, schedule_costs.Pipeline(4, 24))
+    crowded, roomy = (schedule_costs.timed(name, schedule_costs.ComparedPipeline(4, 24))
                       for name in ("zb-v", "1f1b"))
     schedules.picture(tmp_path / "a.png", {"zb-v": crowded, "1f1b": roomy})
     [found] = texts.found.values()

@@ -167,7 +167,7 @@ def test_a_wrong_ending_is_refused_before_anything_is_drawn():
 
 def test_pictures_after_one_that_fails_are_drawn(tmp_path, capsys):
     def fails():
-        raise style.LeftOut("for a reason")
+        raise style.NoFigure("for a reason")
     assert style.draw_pictures([fails, lambda: tmp_path]) == 1
     said = capsys.readouterr()
     assert said == (f"{tmp_path}\n", "not drawn: for a reason\n")

@@ -73,9 +73,9 @@ def test_the_schema_is_printed_as_it_is_checked(capsys):
                  "  /measurements/rate (dtype, threads, size), computed when a file is read",
                  "  /verification/error (quantity)", "  keep: none or weight or both"):
         assert line in lines
-    common = schema.load()
+    common = schema.load_schema()
     known = [common["common"], *common["groups"].values(), *(
-        one for kind in kinds.NAMES for one in kinds.schemas_of(kind).values())]
+        one for kind in kinds.KIND_NAMES for one in kinds.schemas_of(kind).values())]
     assert sum(line.startswith("  /") and "(" in line for line in lines) == sum(
         len(one.get(key, {})) for one in known for key in ("variables", "optional", "derived"))
 

@@ -55,7 +55,7 @@ def test_a_refused_verb_of_ranks_leaves_a_folder_as_it_was(tmp_path):
 
 def test_what_is_in_use_keeps_its_journal(tmp_path):
     """Another process may have made it a moment ago: who has no lock removes nothing."""
-    path = tmp_path / journal.NAME
+    path = tmp_path / journal.JOURNAL
     with open(path, "w") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         assert main(["measure", "gemm", "--sizes", "8", "--out", str(tmp_path)]) == 2

@@ -59,7 +59,7 @@ def test_help_of_a_verb_names_every_kind(verb, capsys):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_verb_is_a_help_a_heading_options_and_a_function(name):
-    module = verbs.load(name)
+    module = verbs.load_verb(name)
     about = verbs.first_line(module.__doc__)
     assert re.match(r"[A-Z].*\.$", about) and len(about) < 95
     assert verbs.entry(name) == verbs.Entry(name.split()[-1], getattr(module, "GROUP", "Kinds"),

@@ -15,7 +15,7 @@ from mm3d.model.stack import Stack
 from mm3d.schemes import find_scheme
 from mm3d.schemes.closed_form import ProductShape
 from mm3d.schemes.matrix_product import FORMS
-from mm3d.schemes.scheme import SCHEMES
+from mm3d.schemes.scheme import REGISTERED
 from mm3d.tracing import dry_run
 from mm3d.tracing.events import Gemm
 from support import ROOT, run_python, run_ranks
@@ -129,12 +129,12 @@ def renamed(request):
     class Renamed(find_scheme(request.param)):
         name = "renamed"
     yield request.param, "renamed"
-    del SCHEMES["renamed"]
+    del REGISTERED["renamed"]
 
 
 @pytest.mark.slow_but_first
 @pytest.mark.parametrize("renamed, ranks", [
-    (name, ranks) for name, cls in SCHEMES.items() if cls.divides_work
+    (name, ranks) for name, cls in REGISTERED.items() if cls.divides_work
     for ranks in (8, 64, 256) if has_grids(name, ranks)], indirect=["renamed"])
 def test_under_another_name_a_scheme_has_the_same_grids_and_plans(renamed, ranks):
     """To the last digit, by closed forms for the paper's sizes and with dry runs of the best."""
@@ -207,7 +207,7 @@ def test_under_another_name_a_scheme_has_the_same_predictions(renamed, ranks):
         assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("name, ranks", [(name, ranks) for name, cls in SCHEMES.items()
+@pytest.mark.parametrize("name, ranks", [(name, ranks) for name, cls in REGISTERED.items()
                                          for ranks in (4, 8) if has_grids(name, ranks)])
 def test_local_products_are_those_of_a_dry_run(name, ranks):
     """As many as rank 0 does forward for each linear layer, of the size of its largest."""

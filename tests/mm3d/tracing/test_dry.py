@@ -17,7 +17,7 @@ import mm3d
 from mm3d.arrays import backend
 from mm3d.grid.axis import COLLECTIVES
 from mm3d.tracing import dry_arrays, dry_run
-from mm3d.tracing.events import Boundary, Call, Collective, Gemm, Overlapped, PHASES, Pass
+from mm3d.tracing.events import Boundary, Call, Collective, Gemm, MemoryPass, Overlapped, PHASES
 from mm3d.transport.communicators import DryCommunicator
 from mirror import Mirror, mirrored
 from models import CHOSEN, PARALLELISMS, SIZES as PLAIN, Parallelism
@@ -114,7 +114,7 @@ def test_dry_and_real_traces_are_equal(comm, monkeypatch):
         for (phase, _, event), times in trace.events.items():
             if isinstance(event, Collective):    # MPI is given pieces that were put together
                 event = event._replace(pieces=False)
-            counted = not isinstance(event, (Pass, Boundary, Call))
+            counted = not isinstance(event, (MemoryPass, Boundary, Call))
             if counted and getattr(event, "call", "") != "progress":
                 noted[phase, event] += times
         assert noted == watch.seen, str(case)

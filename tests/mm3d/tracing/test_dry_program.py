@@ -14,7 +14,7 @@ from mm3d.arrays import backend as backends
 from mm3d.model.experts.options import ExpertDesign
 from mm3d.tracing import dry_run
 from mm3d.training.optimizers import SGD, AdamW
-from mm3d.training.schedules import registry
+from mm3d.training.schedules import all_builders
 from mm3d.transport.communicators import DryCommunicator
 
 CONFIGURATIONS, AT_ONCE = 48, 4
@@ -40,7 +40,8 @@ class Program:
                           "rows": pick(["sequences", "positions"])}
         if data > 2 and draw.random() < 0.5:
             self.mesh["shards"] = data // 2
-        names = [name for name in registry() if stages > 1 or name in ("gpipe", "1f1b", "zb-h1")]
+        names = [name for name in all_builders()
+                 if stages > 1 or name in ("gpipe", "1f1b", "zb-h1")]
         micro = pick([stages, 2 * stages])
         dtype, master = pick([*[("float32", None)] * 3, ("float64", None), ("float16", None),
                               ("float16", "float32")])

@@ -7,7 +7,7 @@ import pytest
 import mm3d
 from bench.checks.layer_errors import LayerErrors
 from bench.experiments.products.problem import Problem, LocalProducts, product_grid
-from mm3d.tracing.events import Collective, Gemm, Layer, Observer
+from mm3d.tracing.events import Collective, Gemm, LayerEvent, Observer
 from mm3d.tracing.observe import observed
 from models import SIZES
 
@@ -64,7 +64,7 @@ def places(model) -> list:
 def test_observers_at_once_see_what_each_sees_alone(comm, recompute):
     with made(comm, recompute) as (model, step):
         def fresh():
-            return [Noting(), Noting(Collective, Layer, sizes=False), LayerErrors(model, 3),
+            return [Noting(), Noting(Collective, LayerEvent, sizes=False), LayerErrors(model, 3),
                     Noting(Gemm)]
         plain, before, alone = step(), places(model), fresh()
         for observer in alone:

@@ -4,7 +4,7 @@ from fractions import Fraction
 
 import pytest
 
-from mm3d.training.schedules import build, builders, check, registry
+from mm3d.training.schedules import all_builders, build, builders, check
 from mm3d.training.schedules.clock import peak_in_flight
 from mm3d.training.schedules.messages import message_count, pending_needed
 from mm3d.training.schedules.schedule import BUILDERS, builder, Schedule, loop
@@ -23,7 +23,7 @@ def built(name: str, sizes=SIZES) -> list[Schedule]:
 
 
 def test_every_builder_is_here():
-    assert {name.partition(":")[0] for name in NAMES} == set(registry())
+    assert {name.partition(":")[0] for name in NAMES} == set(all_builders())
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -144,7 +144,7 @@ def test_a_new_builder_needs_its_function_alone():
     try:
         check(build("one-by-one", 3, 4), pending=0)
         build("one-by-one:2", 3, 4)
-        assert asked == [3, 2] and "one-by-one" in registry()
+        assert asked == [3, 2] and "one-by-one" in all_builders()
         with pytest.raises(ValueError, match="9 stages and 32768 micro-batches have 294912 forw"):
             build("one-by-one", 3, 2 ** 15)
     finally:
@@ -155,4 +155,4 @@ def test_no_module_lists_the_builders():
     """Their names are in their own files alone."""
     with open(builders.__file__) as file:
         found = set(re.findall(r'"([\w-]+)"', file.read()))
-    assert not found & set(registry())
+    assert not found & set(all_builders())

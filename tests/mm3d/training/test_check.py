@@ -4,7 +4,7 @@ from itertools import product
 import pytest
 
 from mm3d.training.schedules import (Action, Schedule, ScheduleError, build, check, clock,
-                                     format_schedule, parse_schedule, registry, Times)
+                                     format_schedule, parse_schedule, all_builders, Times)
 from mm3d.training.schedules.messages import ScheduleProgress, operations, pending_needed
 
 ZB = """
@@ -13,7 +13,7 @@ F0 B0 F1 B1 W0 W1
 """
 
 
-@pytest.mark.parametrize("name", registry())
+@pytest.mark.parametrize("name", all_builders())
 def test_texts_are_read_as_they_were_written(name):
     for p, m in product((1, 2, 3), (6, 7)):
         schedule = build(name, p, m)
@@ -124,7 +124,7 @@ def test_sends_and_receives_match(ranks):
 
     Of two ranks the next is the previous one, too.
     """
-    for name in registry():
+    for name in all_builders():
         schedule = build(name, ranks, 6)
         sent, received = set(), set()
         for rank in range(ranks):

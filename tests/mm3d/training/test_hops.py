@@ -9,7 +9,7 @@ import mm3d
 from mm3d.schemes import find_scheme
 from mm3d.training.hops import Hops, activation_blocks, transfers
 from mm3d.training.schedules import parse_schedule
-from mm3d.training.schedules.schedule import Event
+from mm3d.training.schedules.schedule import Completion
 from mm3d.transport.point_to_point import tag_count
 
 GRIDS = [(4, 1, 1), (1, 4, 1), (1, 1, 4), (2, 2, 1), (1, 2, 2)]
@@ -86,8 +86,8 @@ def test_results_are_told_apart_whatever_the_order_of_receiving(comm):
                               "1 3: F0.0 F0.1 F1.0 F1.1 BW1.0 BW1.1 BW0.0 BW0.1\n")
     mesh = mm3d.Mesh(comm, stages=2, scheme="serial")
     hops = Hops(mesh, schedule, (1, 2, 3), np.dtype("float32"))
-    events = [Event(step, 2 - 2 * back, micro) for step, back in (("F", 0), ("B", 0), ("F", 1))
-              for micro in (0, 1)]
+    events = [Completion(step, 2 - 2 * back, micro)
+              for step, back in (("F", 0), ("B", 0), ("F", 1)) for micro in (0, 1)]
     assert len({hops.tag(event) for event in events}) == len(events)
     backend = mesh.scheme.grid.backend
     if comm.rank == 0:

@@ -177,7 +177,7 @@ def test_a_call_names_its_dtype(name):
     one, other = (call_check.encode_call(call_check.ALL_REDUCE, dtype, shape)
                   for shape in ((3,), (4,)))
     assert call_check.format_call(one) == f"all-reduce of (3,) in {name}"
-    message = call_check.format_difference([(0, one), (1, other)])
+    message = call_check.format_call_difference([(0, one), (1, other)])
     assert f"rank 1: all-reduce of (4,) in {name}" in message
 
 

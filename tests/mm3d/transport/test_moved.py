@@ -219,7 +219,7 @@ def test_a_run_records_what_its_transport_moved(comm, monkeypatch, tmp_path, kin
     everyone = np.stack(comm.allgather(found), axis=2)
     run = made_up(select_rows("weak", "3d")[0])
     run.configuration["transport"] = kind
-    traffic = dict(zip((*model_run.COUNTS, "moved"), everyone))
+    traffic = dict(zip((*model_run.COUNT_UNITS, "moved"), everyone))
     run.groups["traffic"] = model_run.traffic_group(traffic, traffic["words"].sum(axis=1),
                                                     model_run.AXES)
     read = run_file.read_run(run_file.write_run(run, tmp_path, "a"))

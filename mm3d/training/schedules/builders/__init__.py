@@ -12,13 +12,13 @@ from numbers import Integral
 from typing import Any, Callable
 
 from mm3d.names import find_name
-from mm3d.training.schedules.schedule import (BUILDERS, CHUNKS, LARGEST, MOST, Schedule,
-                                              builder)
+from mm3d.training.schedules.schedule import (BUILDERS, CHUNKS, MOST_OF_BUILDER, MOST_STEPS,
+                                              Schedule, builder)
 
-__all__ = ["build", "builder", "check_request", "check_size", "full_name", "registry"]
+__all__ = ["build", "builder", "check_request", "check_size", "full_name", "all_builders"]
 
 
-def registry() -> dict[str, Callable[..., Schedule]]:
+def all_builders() -> dict[str, Callable[..., Schedule]]:
     """Return all builders by name."""
     _import_all()
     return dict(sorted(BUILDERS.items()))
@@ -37,7 +37,7 @@ def build(name: str, ranks: int, microbatches: int, **conditions: Any) -> Schedu
     Parameters
     ----------
     name : str
-        One of `registry`; ``NAME:N`` for N chunks a rank where the builder has a choice, as in
+        One of `all_builders`; ``NAME:N`` for N chunks a rank where the builder has a choice, as in
         ``interleaved:3``.
     ranks, microbatches : int
         At least 1 each.
@@ -62,7 +62,7 @@ def check_request(name: str, ranks: int, microbatches: int) -> None:
     _request(name, ranks, microbatches, {})
 
 
-def check_size(ranks: int, microbatches: int, chunks: int = 1, most: int = LARGEST) -> None:
+def check_size(ranks: int, microbatches: int, chunks: int = 1, most: int = MOST_STEPS) -> None:
     """Raise ValueError when schedules of these sizes have more than `most` forward steps."""
     if (size := ranks * chunks * microbatches) > most:
         raise ValueError(f"{ranks * chunks} stages and {microbatches} micro-batches have {size} "
@@ -70,12 +70,12 @@ def check_size(ranks: int, microbatches: int, chunks: int = 1, most: int = LARGE
 
 
 def full_name(name: str) -> str:
-    """Return the name in the spelling of `registry`: ``zb-h1`` for ``ZB_H1``.
+    """Return the name in the spelling of `all_builders`: ``zb-h1`` for ``ZB_H1``.
 
     Raises ValueError where there is no such schedule.
     """
     plain, colon, count = name.partition(":")
-    return find_name(plain, registry(), "schedule") + colon + count
+    return find_name(plain, all_builders(), "schedule") + colon + count
 
 
 def _request(name: str, ranks: int, microbatches: int,
@@ -96,5 +96,5 @@ def _request(name: str, ranks: int, microbatches: int,
                for number in (ranks, microbatches, chunks)):
         raise ValueError(f"{ranks!r} ranks with {chunks!r} chunks and {microbatches!r} "
                          f"micro-batches: whole numbers of at least 1 would do")
-    check_size(ranks, microbatches, chunks, MOST[plain])
+    check_size(ranks, microbatches, chunks, MOST_OF_BUILDER[plain])
     return plain, given

@@ -7,7 +7,7 @@ import pytest
 from mm3d.arrays import backend
 from mm3d.model.experts.balance import balance_loss, shares, z_loss
 from mm3d.model.experts.token_order import capacity_of, counts, kept, positions
-from mm3d.model.experts.gates import Choice, choose, gates_backward
+from mm3d.model.experts.gates import ChosenExperts, choose, gates_backward
 from mm3d.model.experts.options import GATES
 from mm3d.model.experts.layer import Experts
 from mm3d.model.experts.totals import updated_bias, utilisation_entropy
@@ -187,7 +187,7 @@ def test_places_do_not_depend_on_how_tokens_are_divided(order):
 
 # Losses.
 
-def routed(experts: Experts, collapsed: bool) -> Choice:
+def routed(experts: Experts, collapsed: bool) -> ChosenExperts:
     """Eight tokens for each expert; or all tokens for the first experts, with certainty."""
     z = np.tile(np.eye(experts.count), (8, 1)) * 1e-9
     if collapsed:
