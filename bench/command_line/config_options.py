@@ -25,12 +25,12 @@ def told(kind: type, names: Iterable[str], **said: Any) -> dict[str, Told]:
             for name in names}
 
 
-def scheme(text: str) -> str:
+def scheme_name(text: str) -> str:
     """Return the name of the scheme that `text` stands for."""
     return options.name_of(lambda: find_scheme(text).name)
 
 
-def capacity(text: str) -> float:
+def capacity_factor(text: str) -> float:
     """Read a capacity factor, or "none", which is infinite."""
     try:
         return math.inf if text == "none" else number(above=True)(text)
@@ -40,11 +40,11 @@ def capacity(text: str) -> float:
 
 # Fields whose values are read from texts of their own.
 TYPES: dict[str, Callable[[str], Any]] = {
-    "capacity": capacity, "grid": options.grid_sizes, "recompute": options.recompute_policy,
-    "schedule": options.schedule, "scheme": scheme}
+    "capacity": capacity_factor, "grid": options.grid_sizes, "recompute": options.recompute_policy,
+    "schedule": options.schedule, "scheme": scheme_name}
 MESH = ("data", "context", "context_way", "shards", "zero", "stages", "schedule", "microbatches",
         "scheme", "grid", "recompute", "backend")
-DTYPES = "float32", "float64"    # of measurements
+MEASURED_DTYPES = "float32", "float64"    # of measurements
 
 
 def add_fields(parser: argparse._ActionsContainer, kind: type, names: Iterable[str],
@@ -73,18 +73,18 @@ def add_fields(parser: argparse._ActionsContainer, kind: type, names: Iterable[s
             text += f": {', '.join(all_builders())}"
         ending = f" (default {shown})".replace(" :", ":") * (shown != "")
         values = {"default": None if isinstance(default, Told) else default, **_values(one)}
-        parser.add_argument(f"--{name_of(one).replace('_', '-')}", **{
+        parser.add_argument(f"--{option_of(one).replace('_', '-')}", **{
             **values, "help": about.format(text) + ending, **particular}).field = one
 
 
-def name_of(one: Field) -> str:
+def option_of(one: Field) -> str:
     """Return the name under which a command line has the option of a field; "" for no option."""
     return one.metadata.get("option", one.name).replace("-", "_")
 
 
 def names_of(kind: type, names: Iterable[str]) -> list[str]:
     """Return the names of several."""
-    return [name_of(kind.__dataclass_fields__[name]) for name in names]
+    return [option_of(kind.__dataclass_fields__[name]) for name in names]
 
 
 def _shown(one: Field, default: Any) -> str:
@@ -119,9 +119,9 @@ def _values(one: Field) -> dict[str, Any]:
 
 def given(kind: type, arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the fields of a configuration that options of a command line say."""
-    found = options.given_of(arguments, map(name_of, fields(kind)))
-    return {one.name: "contrary" not in one.metadata and found[name_of(one)]
-            for one in fields(kind) if name_of(one) in found}
+    found = options.given_of(arguments, map(option_of, fields(kind)))
+    return {one.name: "contrary" not in one.metadata and found[option_of(one)]
+            for one in fields(kind) if option_of(one) in found}
 
 
 def read(kind: Any, arguments: argparse.Namespace, **more: Any) -> Any:

@@ -6,7 +6,7 @@ from functools import partial
 from bench.cases.paper import HEADINGS
 from bench.cases.selection import select_rows
 from bench.command_line import measuring, options, pipeline_options
-from bench.command_line.config_options import DTYPES, add_fields
+from bench.command_line.config_options import MEASURED_DTYPES, add_fields
 from bench.command_line.number_types import whole
 from bench.errors import UsageError, as_usage_error
 from bench.instruments import host
@@ -78,7 +78,7 @@ def add_measured(parser: argparse._ArgumentGroup) -> None:
                             "directions such as x,y,z: measure each grid once for each, placed "
                             "so that lines along it stay inside a node, where ranks fill one node "
                             "after the other (default: in the order of the grid alone)"))
-    add_fields(parser, Model, ["dtype"], choices=DTYPES)
+    add_fields(parser, Model, ["dtype"], choices=MEASURED_DTYPES)
     measuring.add_seed(parser)
     measuring.add_shared(parser, "out")
     measuring.add_stall(parser)

@@ -8,7 +8,7 @@ import pytest
 
 from bench.__main__ import parser as bench
 from bench.cases.variants import Variant, schemes_with_option
-from bench.command_line.config_options import name_of
+from bench.command_line.config_options import option_of
 from bench.experiments.training.plan import Plan
 from bench.experiments.training.trainer import Course
 from bench.instruments.timing import Limits
@@ -78,7 +78,7 @@ def options() -> dict[str, set[tuple]]:
 def not_made_of_fields(
         parsers: list[tuple[str, argparse.ArgumentParser]]) -> dict[str, list[str]]:
     """Options that have the name of a field and that `add_fields` has not made, with commands."""
-    named = {f"--{name_of(one).replace('_', '-')}" for kind in CONFIGURATIONS
+    named = {f"--{option_of(one).replace('_', '-')}" for kind in CONFIGURATIONS
              for one in fields(kind)}
     found: dict[str, list[str]] = {}
     for command, parser in parsers:

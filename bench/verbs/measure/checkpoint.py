@@ -5,7 +5,7 @@ from pathlib import Path
 
 from bench.agreement import make_on_rank_0
 from bench.command_line import measuring
-from bench.command_line.config_options import DTYPES, add_fields, read
+from bench.command_line.config_options import MEASURED_DTYPES, add_fields, read
 from bench.command_line.publish import measure_and_publish
 from bench.experiments.checkpoint import measure_checkpoint
 from bench.records.journal import check_folder, claim_folder
@@ -23,7 +23,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_fields(parser, Model, sizes, sizes)
     parser.add_argument("--disk", metavar="DIR", help=(
         "the disk: a folder for the files, which are removed at the end (default --out)"))
-    add_fields(parser, Model, ["dtype"], choices=DTYPES)
+    add_fields(parser, Model, ["dtype"], choices=MEASURED_DTYPES)
 
 
 def run(arguments: argparse.Namespace, comm) -> int:

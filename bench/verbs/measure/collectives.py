@@ -3,7 +3,7 @@
 import argparse
 
 from bench.command_line import measuring
-from bench.command_line.config_options import DTYPES, add_fields
+from bench.command_line.config_options import MEASURED_DTYPES, add_fields
 from bench.command_line.number_types import MOST_BYTES, whole
 from bench.command_line.publish import measure_and_publish
 from bench.experiments.products.collectives import (array_bytes, collective_grid,
@@ -26,7 +26,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             ("most", 4 * 2 ** 20, "largest array (default 4194304, 4 MiB)")):
         parser.add_argument(f"--{name}", type=whole(1, MOST_BYTES), default=default,
                             metavar="BYTES", help=about)
-    add_fields(parser, Model, ["dtype"], choices=DTYPES)
+    add_fields(parser, Model, ["dtype"], choices=MEASURED_DTYPES)
 
 
 def run(arguments: argparse.Namespace, comm) -> int:

@@ -3,7 +3,7 @@
 import argparse
 
 from bench.command_line import expert_options, measuring, options
-from bench.command_line.config_options import DTYPES, Told, add_fields, read
+from bench.command_line.config_options import MEASURED_DTYPES, Told, add_fields, read
 from bench.command_line.number_types import whole
 from bench.command_line.publish import measure_and_publish
 from bench.experiments.experts.measured import measure_experts
@@ -27,7 +27,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "features between the two products of an expert (default 4 times --hidden)"))
     expert_options.add_choice(parser, None)
     add_fields(parser, Division, ["expert_parallel"], {"expert_parallel": Told("--data")})
-    add_fields(parser, Model, ["dtype"], choices=DTYPES)
+    add_fields(parser, Model, ["dtype"], choices=MEASURED_DTYPES)
     add_fields(parser, Division, ["scheme", "grid"], {"scheme": "1d"})
     options.add_torch(parser, "the layer is also computed on one process with all cores: in a "
                               "loop over experts, in padded batched products, and in PyTorch's "

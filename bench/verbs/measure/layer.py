@@ -7,7 +7,7 @@ from functools import partial
 import mm3d
 from bench.cases.variants import Variant, schemes_with_option
 from bench.command_line import measuring, options
-from bench.command_line.config_options import DTYPES, add_fields, told
+from bench.command_line.config_options import MEASURED_DTYPES, add_fields, told
 from bench.command_line.number_types import whole
 from bench.command_line.publish import measure_and_publish
 from bench.errors import UsageError, as_usage_error
@@ -29,7 +29,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--head-size", type=whole(1), default=64, metavar="N",
                         help="features of an attention head (default 64)")
     add_fields(parser, Model, ["batch", "seq"], {"batch": 8, "seq": 512})
-    add_fields(parser, Model, ["dtype"], choices=DTYPES)
+    add_fields(parser, Model, ["dtype"], choices=MEASURED_DTYPES)
     add_fields(parser, Division, ["scheme", "grid"])
     options.add_torch(parser, "the layer is verified, instead of by the serial scheme, and "
                               "PyTorch measured beside it")

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from bench.command_line import measuring, options
-from bench.command_line.config_options import DTYPES, add_fields
+from bench.command_line.config_options import MEASURED_DTYPES, add_fields
 from bench.command_line.number_types import whole
 from bench.command_line.publish import check_trace_file, measure_and_publish, report_failure
 from bench.errors import UsageError, WrongResult, as_usage_error
@@ -47,7 +47,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--form", type=options.some_of(*FORMS), default=["ab"], metavar="NAMES",
                         help="forms of the product, separated by commas: ab, abt, atb for "
                              "C = A B, A B^T, A^T B (default ab)")
-    add_fields(parser, Model, ["dtype"], choices=DTYPES)
+    add_fields(parser, Model, ["dtype"], choices=MEASURED_DTYPES)
     parser.add_argument("--trace", metavar="FILE", help=(
         "write a traced call of each product for chrome://tracing and ui.perfetto.dev; the names "
         "of several products are added to the file's"))

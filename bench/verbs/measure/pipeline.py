@@ -9,7 +9,7 @@ from pathlib import Path
 
 from bench.cases.variants import Variant
 from bench.command_line import measuring, options
-from bench.command_line.config_options import DTYPES, add_fields, read, told
+from bench.command_line.config_options import MEASURED_DTYPES, add_fields, read, told
 from bench.command_line.number_types import fractions, whole
 from bench.command_line.publish import (check_pictures, check_trace_file, publish,
                                         report_failure)
@@ -53,7 +53,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_fields(parser, Model, sizes, sizes)
     parser.add_argument("--microbatch", type=whole(1), default=2, metavar="N",
                         help="sequences in a micro-batch (default 2)")
-    add_fields(parser, Model, ["dtype"], choices=DTYPES)
+    add_fields(parser, Model, ["dtype"], choices=MEASURED_DTYPES)
     add_fields(parser, Division, ["recompute"])
     add_fields(parser, Variant, ["work"], about=(
         "what actions do: compute layers, or wait for --times with the core given away, so that "

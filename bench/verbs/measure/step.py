@@ -24,7 +24,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
                               beside.STEP_LIMITS.max_seconds)
     config_options.add_fields(parser, Division, config_options.MESH)
     config_options.add_fields(parser, Model, SIZES, SIZES)
-    config_options.add_fields(parser, Model, ["dtype"], choices=config_options.DTYPES)
+    config_options.add_fields(parser, Model, ["dtype"], choices=config_options.MEASURED_DTYPES)
     options.add_torch(parser, "PyTorch's training is measured beside it, in turns")
     parser.add_argument("--torch-parallel", type=options.some_of(*PARALLELS), metavar="KIND,...",
                         help=(
