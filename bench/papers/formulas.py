@@ -16,7 +16,7 @@ from mm3d.model.sizes import ModelSizes
 from mm3d.names import check_name
 from mm3d.pretrained.shapes import parameter_shapes
 from mm3d.schemes import find_scheme
-from mm3d.training.schedules import Times, build, clock
+from mm3d.training.schedules import Times, build, time_actions
 from mm3d.training.schedules.search import least_cost
 
 ExactNumber = int | Fraction
@@ -71,7 +71,8 @@ def step_flops(layers: int, hidden: int, vocabulary: int, sequence: int, batch: 
     with a backward, four times if that repeats it.
     """
     sizes = ModelSizes(layers, hidden, 1, 1, sequence)
-    linear = sum(2 * one.M * one.N * one.K * times for one, times in cost.products(sizes).items())
+    linear = sum(2 * one.M * one.N * one.K * times for one,
+                 times in cost.list_products(sizes).items())
     parts = linear, cost.flops(sizes)["forward"] - linear, 2 * sequence * hidden * vocabulary
     return Fraction(batch) / prod(under) * sum(
         times * part for times, part in zip(passes, parts, strict=True))
@@ -137,7 +138,7 @@ def bubble(schedule: str, measure: str, stages: int, microbatches: int,
     """Time a schedule action by action, and return one of `MEASURES`."""
     check_name("measure", measure, MEASURES)
     found = build(schedule, stages, microbatches)
-    return getattr(clock(found, Times.equal(found.stage_count, *times)), measure)
+    return getattr(time_actions(found, Times.equal(found.stage_count, *times)), measure)
 
 
 def interleaved_rate(stages: int, microbatches: int, layers: int, times: Sequence[ExactNumber]
@@ -163,8 +164,8 @@ def searched_rate(memory: int, stages: int, microbatches: int, hidden: int, head
     """
     kept = Fraction(32 * hidden, 34 * hidden + 5 * heads * sequence)
     found = Times.equal(stages, *times)
-    return clock(build("auto", stages, microbatches, times=found, memory=memory * stages,
-                       kept=kept), found).bubble_rate
+    return time_actions(build("auto", stages, microbatches, times=found, memory=memory * stages,
+                              kept=kept), found).bubble_rate
 
 
 def least_rate(memory: int, stages: int, microbatches: int,

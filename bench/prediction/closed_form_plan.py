@@ -80,7 +80,7 @@ def words_over_bound(name: str, grid: GridShape, sizes: ModelSizes) -> float:
     The model has no experts: no bound is known for products whose rows have different weights.
     """
     moved, least, ranks = 0.0, 0.0, int(np.max(grid.ranks))    # of many grids the same
-    for product, times in cost.products(sizes).items():
+    for product, times in cost.list_products(sizes).items():
         moves = find_scheme(name).product_moves(grid, product)[0]
         moved += times * sum(m.words for m in moves) / ranks
         least += times * cost.lower_bound(*product.extents, ranks)
@@ -123,7 +123,7 @@ def _screen(machine: machine_model.Machine, stack: Stack, price: Price,
     try:
         found, words = grid_work(name, grid, machine, stack, product_seconds=product_seconds)
         bound = math.nan if stack.experts else words_over_bound(name, grid, stack.sizes)
-    except (TypeError, ValueError):    # of arrays, where a closed form compares sizes
+    except (AttributeError, TypeError, ValueError):    # a closed form is of numbers alone
         if len(grids) == 1:
             raise
         return [plan for one in grids
@@ -205,7 +205,7 @@ def grid_work(name: str, grid: GridShape, machine: machine_model.Machine, stack:
                                    timed(*scores))
     forward = attention + sum(
         times * local.count * timed(*Gemm(1, *local[:3], dtype))
-        for product, times in cost.products(sizes, experts).items()
+        for product, times in cost.list_products(sizes, experts).items()
         for local in find_scheme(name).local_products(grid, product))
     again = cost.flops_again(whole, recompute, experts) / cost.flops(whole, experts)["forward"]
     backward = (2 + again) * forward

@@ -18,8 +18,8 @@ COUNTED = "words, bytes and messages are counted by the bucket algorithm; nothin
 NOT_HIDDEN = "products hide no collective; "    # in the title of seconds of a step with overlap
 
 
-def tables(trace: Trace, useful: dict[str, int], machine: machine_model.Machine | None = None,
-           stack: Stack | None = None) -> list[Table]:
+def dry_tables(trace: Trace, useful: dict[str, int], machine: machine_model.Machine | None = None,
+               stack: Stack | None = None) -> list[Table]:
     """Make the tables of a dry run, with predicted seconds where a machine is given.
 
     Parameters

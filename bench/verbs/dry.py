@@ -106,7 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
     except ValueError as error:
         raise UsageError(str(error)) from error
     useful = cost.flops(sizes, experts)
-    parts = [_title(arguments, grid, sizes), *dry_tables.tables(trace, useful, machine, stack)]
+    parts = [_title(arguments, grid, sizes), *dry_tables.dry_tables(trace, useful, machine, stack)]
     if arguments.data is not None:
         parts.append(dry_tables.state_table(trace.parameters, arguments.data, arguments.dtype,
                                             trace.divided,

@@ -9,7 +9,6 @@ from typing import Any
 
 from mm3d.arrays.backend import Array
 
-
 AMPERE = 80             # compute capability
 ALIGNMENT = 16          # bytes, of the first element of an array
 KINDS = {"float16": "HALF", "bfloat16": "BFLOAT16", "float32": "FLOAT"}

@@ -15,7 +15,6 @@ import numpy as np
 from mm3d.arrays.backend import Array
 from mm3d.arrays.cupy_attention import THREADS_PER_BLOCK, THREADS_PER_WARP, GpuAttention
 
-
 SOURCE_FILES = [Path(__file__).with_name(name)
                 for name in ("kernels.cu", "row_kernels.cu", "training_kernels.cu")]
 C_TYPES = {"float32": "float", "float64": "double", "float16": "half_t", "bfloat16": "bf16_t"}

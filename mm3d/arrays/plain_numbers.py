@@ -65,10 +65,10 @@ def said(about: str, *default: Any, **more: Any) -> Any:
     """Define a field of a dataclass by what it is, and its default, if it has one.
 
     Options are made of it.  Of numbers, ``least`` and ``most`` are bounds, and those ``above`` 0
-    alone will do; ``choices`` are all values.  ``nothing`` follows the word "default" in place of
-    its value; "" for no word of it.  ``option`` is the option's name, where it is another; "" for
-    none.  ``letter`` stands for its value, ``bare`` is the value where none is written.  An option
-    that sets a field to False does the ``contrary``.
+    alone will do; ``choices`` are all values.  A help ends in "(default VALUE)": ``nothing``
+    stands there in place of the value, "" for no such words.  ``option`` is the option's name,
+    where it is another; "" for none.  ``letter`` stands for its value, ``bare`` is the value where
+    none is written.  An option that sets a field to False does the ``contrary``.
     """
     about = {"about": about, **more}
     return field(default=default[0], metadata=about) if default else field(metadata=about)

@@ -7,6 +7,7 @@ Ranks are numbered with the first direction varying slowest: on an X x Y x Z gri
 
 import itertools
 import math
+import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,7 +28,8 @@ class GridShape(Mapping[str, int]):
     directions : str or iterable of str
         The letters of the directions, as in ``"xyz"``.
     sizes : iterable of int
-        The number of ranks along each; for closed forms of many grids at once, arrays of them.
+        The number of ranks along each.  For closed forms of many grids at once each may be a
+        vector of Python's whole numbers; such a shape has no ranks' coordinates and no equal.
 
     Raises
     ------
@@ -184,7 +186,8 @@ def divides(parts: int | np.ndarray, number: int) -> bool:
 
 
 def _is_size(size: int | np.ndarray) -> bool:
-    """Return whether a size is a whole number of at least 1, or an array of such."""
+    """Return whether a size is a whole number of at least 1, or a vector of such."""
     if isinstance(size, np.ndarray):
-        return bool(np.all(size >= 1))
-    return isinstance(size, (int, np.integer)) and size >= 1
+        return size.ndim == 1 and size.size > 0 and size.dtype == object and all(
+            map(_is_size, size))
+    return isinstance(size, numbers.Integral) and size >= 1

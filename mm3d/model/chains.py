@@ -93,9 +93,9 @@ def weighted_products(layer: Layer, backward: bool = False,
                       recomputed: bool = False) -> list[tuple[Linear, bool]]:
     """List the products with weights of a forward or a `backward` pass, in order.
 
-    By this list `mm3d.schemes.overlap` gathers weights ahead.  It has the layer that holds the
-    weight, and whether the product is a backward one.  A `recomputed` forward leaves out the last
-    product, as only saved data are computed.
+    By this list `mm3d.schemes.overlap` gathers weights ahead.  Each is the layer that holds the
+    weight, and whether the product is a backward one.  A `recomputed` forward computes saved data
+    alone, so it leaves out a last linear layer.
     """
     if isinstance(layer, Linear):
         return [] if recomputed else [(layer, backward)]

@@ -102,8 +102,8 @@ def _flops_of(part: str, sizes: ModelSizes, experts: ExpertOptions | None,
     return found
 
 
-def products(sizes: ModelSizes,
-             experts: ExpertOptions | None = None) -> dict[ProductShape, int]:
+def list_products(sizes: ModelSizes,
+                  experts: ExpertOptions | None = None) -> dict[ProductShape, int]:
     """Count the products with weights of a forward pass by their shapes; all experts as one."""
     found: Counter[ProductShape] = Counter()
     for (part, kind), times in passes(sizes, "none", experts).items():

@@ -26,8 +26,8 @@ from mm3d.model.architecture import Architecture
 from mm3d.model.builder import Builder
 from mm3d.model.functional import prefer_backend_kernel, sum_row, upcast
 from mm3d.model.parameters import Parameter
-from mm3d.model.vectors import (Vector, add_backward, add_forward, biased_gelu_backward,
-                                biased_gelu_forward, scale_backward, scale_forward)
+from mm3d.model.vectors import (Vector, add_backward, add_forward, add_gelu_backward,
+                                add_gelu_forward, scale_backward, scale_forward)
 from mm3d.schemes.passes import ALONE, Pass
 
 
@@ -164,8 +164,8 @@ class Gelu:
         """Compute GELU(x + b); save x and the gathered b_l."""
         if self.bias is None:
             return functional.gelu_forward(x, out=self.empty(x.dtype)), (x, None)
-        y, b_l = biased_gelu_forward(x, (within or ALONE).vector_of(self.bias), self.vector,
-                                     out=self.empty(x.dtype))
+        y, b_l = add_gelu_forward(x, (within or ALONE).vector_of(self.bias), self.vector,
+                                  out=self.empty(x.dtype))
         return y, (x, b_l)
 
     def backward(self, dy: Array, saved: Any, within: Pass | None = None) -> Array:
@@ -173,7 +173,7 @@ class Gelu:
         x, b_l = saved
         if b_l is None:
             return functional.gelu_backward(dy, x, out=self.empty(dy.dtype))
-        dx, db = biased_gelu_backward(dy, x, b_l, self.empty(dy.dtype), self.bias.has_master)
+        dx, db = add_gelu_backward(dy, x, b_l, self.empty(dy.dtype), self.bias.has_master)
         (within or ALONE).accumulate_terms(self.bias, self.vector, db)
         return dx
 

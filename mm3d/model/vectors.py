@@ -188,8 +188,8 @@ def sum_rows_and_products(a: Array, b: Array, keep_float32: bool = False) -> tup
     return sum_rows(a, keep_float32), sum_products(a, b, keep_float32)
 
 
-def biased_gelu_forward(A: Array, b: Array | Gathered, vector: Vector,
-                        out: Array) -> tuple[Array, Array]:
+def add_gelu_forward(A: Array, b: Array | Gathered, vector: Vector,
+                     out: Array) -> tuple[Array, Array]:
     """Compute C = GELU(A + b), b added to every row; return C and the gathered b_l.
 
     Parameters as in `add_forward`.
@@ -199,8 +199,8 @@ def biased_gelu_forward(A: Array, b: Array | Gathered, vector: Vector,
     return out, b_l
 
 
-def biased_gelu_backward(dC: Array, A: Array, b_l: Array, out: Array,
-                         accumulate_float32: bool = False) -> tuple[Array, Array]:
+def add_gelu_backward(dC: Array, A: Array, b_l: Array, out: Array,
+                      accumulate_float32: bool = False) -> tuple[Array, Array]:
     """Compute dA = dC GELU'(A + b_l) in `out`, and this rank's term of db, the sum of dA.
 
     `accumulate_float32` is as in `add_backward`.

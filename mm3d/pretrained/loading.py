@@ -96,8 +96,8 @@ def model_pieces(kind: str, model: Model, tensors: float = math.inf) -> dict[str
     Raises ValueError for more layers than there are `tensors`, before it lists them.
     """
     if model.layers > tensors:
-        raise ValueError(f"layers={model.layers}, but only {tensors} tensors are there: as many "
-                         f"layers as these are of would do")
+        raise ValueError(f"layers={model.layers}, but only {tensors} tensors are there: a "
+                         f"configuration with no more layers than tensors would do")
     sizes = ModelSizes(*(getattr(model, name) for name in SIZES), model.architecture)
     return {name: pieces_of(kind, name, shape, sizes)
             for name, shape in parameter_shapes(model).items()}

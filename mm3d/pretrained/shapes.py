@@ -40,4 +40,8 @@ def _shapes_of(model: Model) -> tuple[tuple[str, tuple[int, ...]], ...]:
 
 def parameter_count(model: Model) -> int:
     """Return the number of elements of all parameters of a model; a tied table counts once."""
-    return sum(math.prod(shape) for shape in parameter_shapes(model).values())
+    def count(layers: int) -> int:
+        return sum(map(math.prod, parameter_shapes(replace(model, layers=layers)).values()))
+    period = model.experts.every if model.experts else 1
+    periods, more = divmod(model.layers - 1, period)    # and the first layer
+    return count(1 + more) + periods * (count(1 + period) - count(1))

@@ -205,6 +205,7 @@ class Scheme(GridAlgorithm):
         """
 
     # Closed forms, which depend on the sizes of the grid's directions and on the options alone.
+    # `bench plan` counts many grids at once where a form works with vectors of sizes, too.
 
     @classmethod
     def grids(cls, ranks: int) -> list[GridShape]:

@@ -20,7 +20,7 @@ from mm3d.schemes.closed_form import ON_FACES, Move, ProductShape
 class SpaceCosts:
     """Count words and collectives of the activations and vectors of a space, in closed form."""
 
-    grid: GridShape = field(compare=False)    # one of all spaces of `Words`
+    grid: GridShape = field(compare=False)    # the same in all spaces of one `Words`
     # Layout, as in `mm3d.grid.activations.Space`.
     rows: str
     features: str

@@ -50,9 +50,10 @@ def choose_transport(comm: MPI.Intracomm | DryCommunicator, backend: Backend) ->
     """Choose the kind of transport for arrays of `backend` on a grid of `comm`, before its lines.
 
     It is what ``MM3D_TRANSPORT`` names.  Without it, it is "hierarchical" for arrays in host
-    memory: any of the list, as each line needs, see `create_transports`.  It is "none" where one
-    rank is alone.  All ranks of `comm` must call this, and get the same name.  Raises ValueError
-    when the setting does not carry such arrays, or ``MM3D_NODE_SIZE`` is no positive integer.
+    memory, with which each line gets what suits it, see `create_transports`.  It is "none" where
+    one rank is alone.  All ranks of `comm` must call this, and get the same name.  Raises
+    ValueError when the setting does not carry such arrays, or ``MM3D_NODE_SIZE`` is no positive
+    integer.
     """
     known, others = HOST_TRANSPORTS, DEVICE_TRANSPORTS
     if not backend.host_buffers:

@@ -34,10 +34,12 @@ def _ask_mpich(function) -> bool:
 
 
 @functools.cache
-def find_problem(seconds: float = 60, claim: Callable = claims_cuda_support) -> str:
+def find_problem(seconds: float = 60,
+                 claim: Callable[[], bool | None] = claims_cuda_support) -> str:
     """Explain why MPI cannot move device arrays here; "" if it can.
 
-    Unless `claim` is that it cannot, a job of two ranks here tries it, for at most `seconds`.
+    It cannot if `claim` returns False.  Else a job of two ranks here tries it, which must end with
+    status 0 within so many `seconds`.
     """
     if claim() is False:
         return "this MPI says that it does not read device memory"

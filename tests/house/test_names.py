@@ -6,18 +6,23 @@ from pathlib import Path
 
 from support import ROOT
 
-# Names that every module of a kind has, by what asks for them.
+# Names that every module of a kind has, by what asks for them, and the folders of these modules.
 PROTOCOLS = {
-    "a verb, `bench.verbs`": "ON_ALL_RANKS GROUP TABLES add_options run check_ranks",
-    "a kind of records, `bench.records.kinds`": "SCHEMAS derive check_texts tables",
-    "the rules of a kind, `bench.validation.files`": "RULES",
-    "a program": "main command parser run_verb COMMAND PROGRAM",
-    "a check of doctor, which prints its name": "clock products",
-    "the forms of a product": "ab abt atb",
-    "a kernel and its plain form, `mm3d.model.functional`":
-        "gelu_forward gelu_backward normalize_backward",
-    "all schemes, in the library's public names": "SCHEMES"}
-SHARED = {name for names in PROTOCOLS.values() for name in names.split()}
+    "a verb": ("bench/verbs", "ON_ALL_RANKS GROUP TABLES add_options run check_ranks"),
+    "a kind of records": ("bench/records/kinds", "SCHEMAS derive check_texts tables"),
+    "the rules of a kind": ("bench/validation", "RULES"),
+    "a program": ("bench jobs mm3d/examples mm3d/selftest.py",
+                  "main command parser run_verb COMMAND PROGRAM"),
+    "the forms of a product": ("mm3d/schemes", "ab abt atb"),
+    "a kernel and its plain form": ("mm3d/arrays/compiled.py mm3d/model/functional.py",
+                                    "gelu_forward gelu_backward normalize_backward"),
+    "the library's public name": ("mm3d/schemes mm3d/__init__.py", "SCHEMES")}
+
+
+def is_protocol(name: str, place: str) -> bool:
+    """Whether a module at this place has the name since all of its kind have it."""
+    return any(name in names.split() and place.startswith(tuple(folders.split()))
+               for folders, names in PROTOCOLS.values())
 
 
 def shared_names(root: Path) -> dict[str, list[str]]:
@@ -39,7 +44,8 @@ def shared_names(root: Path) -> dict[str, list[str]]:
     for name, modules in places.items():
         own = [place for module, place in modules.items()
                if not name.isupper() or (module, name) in asked]
-        if len(own) > 1 and not name.startswith("_"):
+        others = [place for place in own if not is_protocol(name, place)]
+        if others and len(own) > 1 and not name.startswith("_"):
             found[name] = own
     return found
 
@@ -70,12 +76,5 @@ def names_asked_for(tree: ast.Module) -> set[tuple[str, str]]:
 
 def test_a_public_name_is_defined_once():
     """Two things have two names, and one thing is told once; protocols are listed above."""
-    told = {name: places for name, places in shared_names(ROOT).items() if name not in SHARED}
+    told = shared_names(ROOT)
     assert not told, "\n".join(f"{name}: {', '.join(places)}" for name, places in told.items())
-
-
-def test_each_protocol_name_is_shared():
-    """A name that one module alone defines needs no protocol."""
-    protocols = {name: places for name, places in shared_names(ROOT).items() if name in SHARED}
-    constants = {name for name in SHARED if name.isupper()}    # read by `getattr`
-    assert not SHARED - protocols.keys() - constants

@@ -200,7 +200,7 @@ def test_an_error_of_the_program_itself_on_all_ranks_is_printed_once():
     done = run_ranks(2, "-c", """
 from bench import verbs, __main__ as program
 from mpi4py import MPI
-verb = verbs.load("measure gemm")
+verb = verbs.load_verb("measure gemm")
 def run(*_):
     MPI.COMM_WORLD.Barrier()
     raise ZeroDivisionError("a mistake")

@@ -230,7 +230,7 @@ def count_layer(chosen: SchemeOnGrid, sizes: ModelSizes) -> Costs:
               for rank in range(grid.ranks)]
     lacking = sum(traffic.words for trace in traces for phase in trace.traffic.values()
                   for key, traffic in phase.items() if printed and key == printed.lacks)
-    linear = [product.extents for product, times in cost.products(one).items()
+    linear = [product.extents for product, times in cost.list_products(one).items()
               for _ in range(times)]
     every = [_counts(trace) for trace in traces]
     return Costs(

@@ -27,7 +27,7 @@ from mm3d.grid.shape import GridShape
 from mm3d.tracing import dry_run
 from mm3d.tracing.events import Collective, HALVES, PHASES
 from mm3d.tracing.trace import SUMS, Trace
-from mm3d.training.schedules import Schedule, Times, clock
+from mm3d.training.schedules import Schedule, Times, time_actions
 from mm3d.training.schedules.clock import Timeline, pairs, peak_in_flight
 
 Steps = tuple[Fraction, ...]    # seconds by stage
@@ -149,7 +149,7 @@ def predict_pipeline(model: PipelineModel, machine: Machine, repeats: bool = Fal
 def _timed(schedule: Schedule, forward: Steps, backward: Steps, weights: Steps,
            links: tuple[tuple[tuple[int, int], Fraction], ...] = ()) -> Timeline:
     """Time a schedule; plans that differ in what replicas divide at the end share it."""
-    return clock(schedule, Times(forward, backward, weights, links=dict(links)))
+    return time_actions(schedule, Times(forward, backward, weights, links=dict(links)))
 
 
 def _end_of(model: PipelineModel, stage: int) -> str:

@@ -7,7 +7,7 @@ from typing import Any, Sequence
 
 from bench.errors import UsageError, as_usage_error
 from bench.text_files import read_text
-from mm3d.training.schedules import Schedule, Times, build, check, clock, parse_schedule
+from mm3d.training.schedules import Schedule, Times, build, check, parse_schedule, time_actions
 from mm3d.training.schedules.builders import check_size
 from mm3d.training.schedules.clock import Timeline, peak_in_flight
 
@@ -62,7 +62,7 @@ def timed(name: str, pipeline: ComparedPipeline) -> Timeline:
 def timed_schedule(schedule: Schedule, pipeline: ComparedPipeline) -> Timeline:
     """Check a schedule and time it; ScheduleError when it breaks a rule."""
     check(schedule)
-    return clock(schedule, pipeline.stage_times(schedule.stage_count))
+    return time_actions(schedule, pipeline.stage_times(schedule.stage_count))
 
 
 def read_schedule(path: str | Path) -> Schedule:

@@ -146,7 +146,7 @@ def layer_parameters(scheme: str, grid: GridShape, sizes: ModelSizes,
     routers and shared experts, without the others.
     """
     one, every = replace(sizes, layers=1), experts.every if experts else 1
-    products = cost.products(one)
+    products = cost.list_products(one)
     vectors = cost.parameters(one) - sum(
         times * product.N * product.K for product, times in products.items())
     found = (_words_of_weights(scheme, grid, products) + vectors) / weight_parts(scheme, grid)
@@ -192,7 +192,7 @@ def _perceptron(scheme: str, grid: GridShape, one: ModelSizes) -> float:
 def expert_products(one: ModelSizes) -> dict[ProductShape, int]:
     """Return the products of an expert's perceptron, of the sizes of one layer."""
     routed = ExpertOptions(2, top=2, every=1)    # twice the rows of other products
-    return {product: times for product, times in cost.products(one, routed).items()
+    return {product: times for product, times in cost.list_products(one, routed).items()
             if product.M > one.tokens}
 
 

@@ -12,7 +12,7 @@ from bench.records.kinds import Derived, medians, named
 from bench.records.measurements import Measurements, Place
 from bench.records.notes import describe_cluster, equal_rate_notes
 from bench.statistics import elapsed
-from mm3d.training.schedules import Schedule, Times, check, clock, parse_schedule
+from mm3d.training.schedules import Schedule, Times, check, parse_schedule, time_actions
 from mm3d.training.schedules.clock import Timeline
 
 SCHEMAS = {
@@ -138,7 +138,8 @@ def durations(times: np.ndarray, schedule: Schedule) -> np.ndarray:
 
 def clock_timeline(schedule: Schedule, steps: np.ndarray, hop: float) -> Timeline:
     """Return the clock's timeline for `durations` and seconds of a hop."""
-    return clock(schedule, Times.by_stage(*(map(float, row) for row in steps), hop=float(hop)))
+    return time_actions(schedule,
+                        Times.by_stage(*(map(float, row) for row in steps), hop=float(hop)))
 
 
 def overheads(times: np.ndarray, slept: np.ndarray, schedule: Schedule) -> np.ndarray:

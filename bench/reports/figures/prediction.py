@@ -63,7 +63,7 @@ def _lines(panel, found: Curves, value: Callable[[GridPlan], float]) -> None:
 def _words(panel, found: Curves, machine: machine_model.Machine, stack: Stack) -> None:
     _lines(panel, found, lambda p: sum(p.words.values()))
     ranks = [r for r, _ in found["1-D"]]
-    every = cost.products(stack.sizes).items()
+    every = cost.list_products(stack.sizes).items()
     bound = [3 * sum(times * cost.lower_bound(*product.extents, r) for product, times in every)
              for r in ranks]
     panel.plot(ranks, bound, "--", color="grey", label="lower bound of each product by itself")

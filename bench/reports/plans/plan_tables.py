@@ -35,7 +35,7 @@ def plan_remarks(plans: Sequence[GridPlan], sizes: ModelSizes, ranks: int, took:
     for scheme in dict.fromkeys(p.scheme for p in plans):
         lines += _default(scheme, plans, least, ranks)
     kinds = {bound_regime(*product.extents, ranks)
-             for product in cost.products(ModelSizes(**sizes))}
+             for product in cost.list_products(ModelSizes(**sizes))}
     if not experts:
         lines.append("regime of the lower bound for the products: "
                      + ", ".join(f"{kind}-D" for kind in sorted(kinds)))

@@ -27,11 +27,11 @@ def run(arguments: argparse.Namespace) -> int:
     except FailedJob as error:
         complain(f"failed: {error}")
         return 1
-    arguments.show(tables(found))
+    arguments.show(start_tables(found))
     return 0
 
 
-def tables(found: list[tuple[int, list[tuple[dict, dict]]]]) -> list[Part]:
+def start_tables(found: list[tuple[int, list[tuple[dict, dict]]]]) -> list[Part]:
     """Make the tables of all numbers of ranks, each with its rounds of both sides."""
     rows, held, samples = [], [], []
     for ranks, rounds in found:

@@ -1,16 +1,16 @@
 """Represent pipeline schedules as data: build, read, write, check and time them.
 
 A `schedule.Schedule` lists the actions of each rank.  Sends and receives follow from it
-(`messages`), and so do times and activations in flight (`clock`).  Nothing here computes on arrays
-or communicates; the standard library is all that it needs.
+(`messages`), and so do times and activations in flight (`time_actions`).  Nothing here computes
+on arrays or communicates; the standard library is all that it needs.
 """
 
 from mm3d.training.schedules.builders import all_builders, build
 from mm3d.training.schedules.check import check
-from mm3d.training.schedules.clock import clock
+from mm3d.training.schedules.clock import time_actions
 from mm3d.training.schedules.schedule import Action, Schedule, ScheduleError
 from mm3d.training.schedules.text import format_schedule, parse_schedule
 from mm3d.training.schedules.times import Times
 
-__all__ = ["Action", "Schedule", "ScheduleError", "Times", "build", "check", "clock",
+__all__ = ["Action", "Schedule", "ScheduleError", "Times", "build", "check", "time_actions",
            "format_schedule", "parse_schedule", "all_builders"]

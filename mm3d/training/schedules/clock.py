@@ -90,7 +90,7 @@ class Timeline:
         return found[::-1]
 
 
-def clock(schedule: Schedule, times: Times) -> Timeline:
+def time_actions(schedule: Schedule, times: Times) -> Timeline:
     """Compute when each action begins and ends.
 
     Parameters

@@ -18,7 +18,7 @@ from bench.records.kinds import pipeline as derived
 from bench.reports.figures import every_figure, measured_timelines
 from bench.validation.files import check_file
 from mm3d import ModelSizes
-from mm3d.training.schedules import Times, build, clock
+from mm3d.training.schedules import Times, build, time_actions
 from mm3d.training.worker import Worker
 from records import format_record, written
 from refused import refused
@@ -44,7 +44,7 @@ def times_of(timeline, places: int = 2) -> np.ndarray:
 def test_a_run_like_the_clock_s_has_the_clock_s_bubble(name):
     schedule = build(name, 3, 6)
     count = schedule.stage_count
-    timeline = clock(schedule, Times.equal(count, 1, "1.5", "0.5", hop="0.25"))
+    timeline = time_actions(schedule, Times.equal(count, 1, "1.5", "0.5", hop="0.25"))
     times = times_of(timeline)
     assert np.allclose(derived.bubble_rates(times, schedule), float(timeline.bubble_rate))
     assert np.allclose(derived.repetition_seconds(times), float(timeline.makespan) + 0.01)

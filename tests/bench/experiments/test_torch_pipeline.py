@@ -16,7 +16,7 @@ from bench.instruments.timing import Limits
 from bench.records.kinds import pipeline as derived
 from made_up_torch import make_up
 from mm3d import ModelSizes
-from mm3d.training.schedules import Times, build, clock
+from mm3d.training.schedules import Times, build, time_actions
 from records import format_record, written
 from refused import refused
 
@@ -128,7 +128,7 @@ def test_other_actions_are_refused_and_another_order_is_stated():
 def test_overhead_is_what_exceeds_the_clock():
     """The longest chain of the step has 8 actions, and each of them takes 0.25 too long."""
     schedule = build("1f1b", 2, 3)
-    timeline = clock(schedule, Times.equal(2, "1.25", 1, "1.25"))
+    timeline = time_actions(schedule, Times.equal(2, "1.25", 1, "1.25"))
     times = np.full((1, 2, 6, 2), np.nan)
     for rank, row in enumerate(schedule.rows):
         for index in range(len(row)):
@@ -136,7 +136,7 @@ def test_overhead_is_what_exceeds_the_clock():
                                      for each in (timeline.starts, timeline.ends)]
     slept = np.ones((1, 2, 3))
     found = derived.overheads(times, slept, schedule)
-    exact = clock(schedule, Times.equal(2, 1, 1, 1))
+    exact = time_actions(schedule, Times.equal(2, 1, 1, 1))
     assert found == pytest.approx(float(timeline.makespan - exact.makespan)
                                   / len(exact.critical_path()))
     assert found == pytest.approx(0.25)

@@ -12,15 +12,15 @@ from training_kills import OPTIONS, train_and_kill
 FAILS = """
 import os, sys, time
 from bench.__main__ import command
-from bench.experiments.training.trainer import Training
-right = Training.step
+from bench.experiments.training.trainer import TrainingRun
+right = TrainingRun.step
 
 def step(training, number):
     if number == 5 and training.comm.rank == 1:
         print("fails at", time.time(), file=sys.stderr, flush=True)
         {how}
     return right(training, number)
-Training.step = step
+TrainingRun.step = step
 command()
 """
 

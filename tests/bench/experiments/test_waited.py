@@ -8,7 +8,7 @@ from bench.prediction.seconds import trace_terms
 from bench.reports.paper_tables import words_agree
 from bench.validation.rules import check_waits
 from mm3d.tracing import dry_run
-from mm3d.tracing.events import PHASES
+from mm3d.tracing.events import PHASES, Gemm, MemoryPass
 from records import format_tables, only_record
 from refused import done, refused
 
@@ -38,7 +38,7 @@ def test_a_row_waits_for_the_seconds_of_the_model(comm, shared_tmp_path):
     for place, phase in enumerate(PHASES):
         spent = trace_terms(machine, trace)[phase]
         launches = sum(times for (when, _, event), times in trace.events.items()
-                       if when == phase and type(event).__name__ in ("Gemm", "Pass"))
+                       if when == phase and isinstance(event, Gemm | MemoryPass))
         expected = 5 * (spent["gemm"] / machine.achieved.gemm
                         + spent["memory"] / machine.achieved.memory
                         + launches * machine.launch_seconds)

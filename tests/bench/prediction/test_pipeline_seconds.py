@@ -16,7 +16,7 @@ from mm3d.model.experts.layer import Experts
 from mm3d.model.stack import Stack
 from mm3d.schemes import find_scheme
 from mm3d.tracing import dry_run
-from mm3d.training.schedules import Times, build, clock
+from mm3d.training.schedules import Times, build, time_actions
 from support import status_of
 
 LONGHORN = machine_model.load_machine("longhorn")    # 4 ranks a node
@@ -54,9 +54,9 @@ def test_hops_of_their_own_are_as_one_hop_where_they_are_equal():
     pairs = {(a, b): Fraction(1, 4) for a in range(3) for b in range(3) if a != b}
     times = Times.equal(6, 1, 2, 1, hop="0.25")
     other = Times(times.forward, times.backward, times.weights, links=pairs)
-    assert clock(schedule, times).ends == clock(schedule, other).ends
+    assert time_actions(schedule, times).ends == time_actions(schedule, other).ends
     slow = Times(times.forward, times.backward, times.weights, times.hop, {(1, 2): Fraction(9)})
-    assert clock(schedule, slow).makespan > clock(schedule, times).makespan
+    assert time_actions(schedule, slow).makespan > time_actions(schedule, times).makespan
     with pytest.raises(ValueError, match="negative"):
         Times((Fraction(1),), (Fraction(1),), (Fraction(1),), links={(0, 1): Fraction(-1)})
 

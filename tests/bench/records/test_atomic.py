@@ -109,7 +109,7 @@ def test_the_last_of_two_writers_has_the_file(tmp_path, writer):
 
 
 def test_a_second_writer_of_a_new_file_is_refused(tmp_path, writer):
-    first = writer("create", "a.h5")
+    first = writer("create_file", "a.h5")
     with pytest.raises(FileExistsError):
         atomic.create_file(tmp_path / "a.h5", b"second")
     first.communicate("")

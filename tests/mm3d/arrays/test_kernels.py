@@ -23,7 +23,10 @@ def cupy(request):
     if request.param == "fake":
         request.getfixturevalue("compiled_cupy")
     backend.get("numpy")
-    return backend.get("cupy")
+    library = backend.get("cupy")
+    yield library
+    for bound in ("max_across", "max_score_bytes", "query_block", "all_queries", "key_step"):
+        vars(library.kernels).pop(bound, None)    # that a test has set, on a GPU for all tests
 
 
 def both(cupy, name: str, function: str, arrays, out_like: int | None, *rest, **options):

@@ -4,7 +4,7 @@ from fractions import Fraction
 
 import pytest
 
-from mm3d.training.schedules import Times, build, check, clock
+from mm3d.training.schedules import Times, build, check, time_actions
 from mm3d.training.schedules.clock import peak_in_flight
 from mm3d.training.schedules.search import least_cost
 
@@ -23,25 +23,25 @@ def test_what_is_found_is_right_and_fits_and_is_no_worse(seed):
     found = build("auto", p, m, times=times, memory=memory, kept=kept)
     check(found)
     assert found.microbatches == m and max(peak_in_flight(found, kept)) <= memory
-    cost = clock(found, times).cost
+    cost = time_actions(found, times).cost
     assert cost >= least_cost(p, m, times, memory)
     for name in ("1f1b", "zb-h1", "zb-h2"):
         known = build(name, p, m)
         if max(peak_in_flight(known, kept)) <= memory:
-            assert cost <= clock(known, times).cost
+            assert cost <= time_actions(known, times).cost
 
 
 def test_equal_times_need_no_bubble_with_twice_the_memory():
     """As ZB-H2; with the memory of 1F1B, ZB-H1's p - 1 at most."""
     times = Times.equal(4, 1, 1, 1)
     for memory, most in ((4, 3), (8, 0)):
-        assert clock(build("auto", 4, 12, times=times, memory=memory), times).bubble <= most
+        assert time_actions(build("auto", 4, 12, times=times, memory=memory), times).bubble <= most
 
 
 def test_a_bound_that_is_reached():
     """One micro-batch: nothing can be done while it is away."""
     times = Times.equal(4, 2, 3, 1, hop=1)
-    found = clock(build("auto", 4, 1, times=times), times)
+    found = time_actions(build("auto", 4, 1, times=times), times)
     assert found.cost == least_cost(4, 1, times, Fraction(4)) == 4 * 5 + 1 + 6
 
 

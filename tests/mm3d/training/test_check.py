@@ -3,7 +3,7 @@ from itertools import product
 
 import pytest
 
-from mm3d.training.schedules import (Action, Schedule, ScheduleError, build, check, clock,
+from mm3d.training.schedules import (Action, Schedule, ScheduleError, build, check, time_actions,
                                      format_schedule, parse_schedule, all_builders, Times)
 from mm3d.training.schedules.messages import ScheduleProgress, operations, pending_needed
 
@@ -114,7 +114,7 @@ def test_swapping_any_two_neighbours_is_right_or_refused():
                 assert error.rule in ("order", "progress")
                 refused += 1
             else:
-                assert clock(other, times).cost >= clock(schedule, times).work[0]
+                assert time_actions(other, times).cost >= time_actions(schedule, times).work[0]
     assert refused >= 8
 
 

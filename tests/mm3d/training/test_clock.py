@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import pytest
 
-from mm3d.training.schedules import ScheduleError, Times, build, clock, parse_schedule
+from mm3d.training.schedules import ScheduleError, Times, build, parse_schedule, time_actions
 
 CASES = 30
 
@@ -20,7 +20,7 @@ def drawn(seed: int, least: int = 0) -> tuple[Fraction, Fraction, Fraction]:
 
 def bubble(name: str, p: int, m: int, times, hop=0) -> Fraction:
     schedule = build(name, p, m)
-    return clock(schedule, Times.equal(schedule.stage_count, *times, hop=hop)).bubble
+    return time_actions(schedule, Times.equal(schedule.stage_count, *times, hop=hop)).bubble
 
 
 def zb_v(p, f, b, w):
@@ -86,10 +86,11 @@ def test_few_micro_batches():
     for seed in range(CASES):
         p, (f, b, w) = 1 + seed % 6, drawn(seed)
         m = 1 + seed % p
-        found = clock(build("1f1b", p, m), Times.equal(p, f, b, w))
+        found = time_actions(build("1f1b", p, m), Times.equal(p, f, b, w))
         assert found.cost == (m + p - 1) * (f + b + w)
         for name in ("zb-h1", "zb-h2"):
-            assert clock(build(name, p, m), Times.equal(p, 1, 1, 1)).cost == 2 * (m + p - 1) + 1
+            assert time_actions(build(name, p, m), Times.equal(p, 1, 1, 1)).cost == 2 * (m + p
+                                                                                         - 1) + 1
 
 
 def test_unequal_stages_by_hand():
@@ -99,7 +100,7 @@ def test_unequal_stages_by_hand():
     F0 1.5-3.5, BW0 3.5-5.5, F1 5.5-7.5, BW1 7.5-9.5.
     """
     times = Times.by_stage([1, 2], [1, 1], [1, 1], "0.5")
-    found = clock(build("1f1b", 2, 2), times)
+    found = time_actions(build("1f1b", 2, 2), times)
     assert found.starts[1] == tuple(map(Fraction, ("1.5", "3.5", "5.5", "7.5")))
     assert found.starts[0] == (0, 1, 6, 10) and found.ends[0][-1] == 12
     assert found.cost == found.makespan == 12 and found.spans == (12, 8)
@@ -114,14 +115,14 @@ def test_a_fused_backward_takes_both_times():
     text = "F0 F1 BW0 BW1\nF0 BW0 F1 BW1"
     split = text.replace("BW0", "B0 W0").replace("BW1", "B1 W1")
     times = Times.equal(2, 3, 5, 7)
-    whole, parts = (clock(parse_schedule(one), times) for one in (text, split))
+    whole, parts = (time_actions(parse_schedule(one), times) for one in (text, split))
     assert whole.work == parts.work == (30, 30)
     assert (whole.cost, parts.cost) == (45, 38)
     assert whole.ends[0][-1] - whole.starts[0][-1] == 12
 
 
 def test_joined_actions_begin_and_end_together():
-    found = clock(build("dualpipe-v", 2, 4), Times.equal(4, 1, 2, 3))
+    found = time_actions(build("dualpipe-v", 2, 4), Times.equal(4, 1, 2, 3))
     joined = [(rank, k) for rank, row in enumerate(found.schedule.rows)
               for k, action in enumerate(row) if action.joined]
     assert joined
@@ -138,7 +139,7 @@ def test_the_critical_path_has_no_gap(name):
         draw = random.Random(seed)
         times = Times.by_stage(*([draw.randint(1, 9) for _ in range(schedule.stage_count)]
                                  for _ in range(3)), hop=Fraction(draw.randint(0, 9), 4))
-        found = clock(schedule, times)
+        found = time_actions(schedule, times)
         path = found.critical_path()
         took = sum(found.ends[rank][k] - found.starts[rank][k] for rank, k in path)
         hops = sum(one[0] != other[0] for one, other in zip(path, path[1:]))
@@ -154,7 +155,7 @@ def test_bubbles_of_v_half_and_v_min():
 
 def test_schedules_that_wait_for_ever_have_no_times():
     with pytest.raises(ScheduleError, match="rank 0, action 1, its inputs never arrive"):
-        clock(parse_schedule("F0 BW0 F1 BW1\nF1 BW1 F0 BW0"), Times.equal(2, 1, 1, 1))
+        time_actions(parse_schedule("F0 BW0 F1 BW1\nF1 BW1 F0 BW0"), Times.equal(2, 1, 1, 1))
 
 
 def test_times_are_exact_and_of_every_stage():
@@ -162,7 +163,7 @@ def test_times_are_exact_and_of_every_stage():
     assert times.forward[0] == Fraction(1, 3) and times.backward[1] == Fraction(1, 10)
     assert times.of("BW", 0) == Fraction(14, 10) and times.denominator() == 30
     with pytest.raises(ValueError, match="times of 3 stages for a schedule of 2"):
-        clock(build("1f1b", 2, 2), Times.equal(3, 1, 1, 1))
+        time_actions(build("1f1b", 2, 2), Times.equal(3, 1, 1, 1))
     with pytest.raises(ValueError, match="as many of F, B and W"):
         Times.by_stage([1, 1], [1, 1], [1])
     with pytest.raises(ValueError, match="negative"):

@@ -1,7 +1,7 @@
 """Search for the best schedule for given times and memory."""
 
 from mm3d.training.schedules.builders.loops import one_f_one_b, zb_h1, zb_h2
-from mm3d.training.schedules.clock import clock, peak_in_flight
+from mm3d.training.schedules.clock import peak_in_flight, time_actions
 from mm3d.training.schedules.schedule import Schedule, builder
 from mm3d.training.schedules.search import Limit, search
 from mm3d.training.schedules.times import Exact, Times, exact
@@ -36,4 +36,4 @@ def auto(ranks: int, microbatches: int, times: Times | None = None,
     fitting = [schedule for schedule in known
                if max(peak_in_flight(schedule, limit.kept)) <= limit.memory]
     found = search(ranks, microbatches, times, limit)
-    return min([*fitting, found], key=lambda schedule: clock(schedule, times).cost)
+    return min([*fitting, found], key=lambda schedule: time_actions(schedule, times).cost)
