@@ -43,5 +43,5 @@ def parameter_count(model: Model) -> int:
     def count(layers: int) -> int:
         return sum(map(math.prod, parameter_shapes(replace(model, layers=layers)).values()))
     period = model.experts.every if model.experts else 1
-    periods, more = divmod(model.layers - 1, period)    # and the first layer
-    return count(1 + more) + periods * (count(1 + period) - count(1))
+    more = max(0, model.layers // period - 1)    # periods after the first
+    return count(model.layers - more * period) + more * (count(2 * period) - count(period))

@@ -1,5 +1,6 @@
 """Models in the format of Hugging Face on meshes: what they compute, the way back, and files that
 are refused.  `test_transformers.py` compares with transformers itself."""
+import math
 import json
 from contextlib import contextmanager
 
@@ -80,6 +81,13 @@ def test_pieces_are_all_parameters_and_all_tensors_once(kind, tmp_path):
             assert (here == 1).all(), name
     assert all((a == 1).all() for a in there.values())
     assert parameter_count(model) == sum(a.size for a in there.values())
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_parameters_are_counted_from_two_periods_of_layers(every):
+    for layers in range(every, 8):
+        model = mm3d.Model(layers, 12, 2, 1, 4, experts=mm3d.Experts(2, every=every))
+        assert parameter_count(model) == sum(map(math.prod, parameter_shapes(model).values()))
 
 
 def test_a_parameter_that_the_family_does_not_have(tmp_path):
