@@ -63,7 +63,8 @@ class Model(PlainFields):
     experts: ExpertOptions | None = said("experts in place of the perceptron of some layers", None,
                                          option="")
     label_smoothing: float = said("share of a target that is spread over all tokens", 0.0)
-    z_loss: float = said("coefficient of the squared log of the softmax's denominator", 0.0)
+    z_loss: float = said("coefficient of the squared log of the softmax's denominator", 0.0,
+                         option="")    # --z-loss is the router's
     ignored: int = said("the target of positions that do not count", -1)
     architecture: Architecture = said("what the layers compute, if not those of 2019", PLAIN,
                                       option="")

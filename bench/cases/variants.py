@@ -23,7 +23,24 @@ VARIANT_DTYPES = tuple(dict.fromkeys([PLAIN_DTYPE, *DTYPES, *DTYPES_16_BIT]))
 
 @dataclass(frozen=True)
 class Variant(PlainFields):
-    """Options in which a row differs from the tables' rows, which are called plain."""
+    """Options in which a row differs from the tables' rows, which are called plain.
+
+    Attributes
+    ----------
+    keep : {"none", "weight", "both"}
+        Gathered operands that are kept from forward to backward; an option of some schemes.
+    overlap : int
+        Panels of rows in which products overlap with communication, 0 for none; an option of
+        some schemes.
+    causal : bool
+        Whether attention is causal.
+    dtype : str
+        The dtype of all arrays.
+    tf32 : bool
+        Whether factors of float32 products are rounded to TensorFloat-32.
+    work : {"compute", "wait"}
+        Whether ranks compute, or wait for the modelled seconds of their work.
+    """
 
     keep: str = said("gathered operands that {schemes} keeps from forward for backward", "none",
                      choices=("none", "weight", "both"))

@@ -83,7 +83,7 @@ def option_of(one: Field) -> str:
 
 
 def names_of(kind: type, names: Iterable[str]) -> list[str]:
-    """Return the names of several."""
+    """Return the option names of some fields of a configuration."""
     return [option_of(kind.__dataclass_fields__[name]) for name in names]
 
 

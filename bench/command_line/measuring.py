@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from bench.agreement import agree
+from bench.agreement import agree, make_on_each_rank
 from bench.cluster.spec import Cluster
 from bench.command_line import options
 from bench.command_line.config_options import add_fields, given, told
@@ -100,8 +100,7 @@ def check_memory(needed: int, backend: str | None, comm) -> None:
     UsageError on every rank, when those on a node exceed all of its memory, or there is no
     `backend`.
     """
-    with as_usage_error():
-        on_host = backends.get(backend).host_buffers
+    on_host = make_on_each_rank(lambda: backends.get(backend), comm).host_buffers
     here, room = needed * launcher.local_ranks() // comm.size, total_memory()
     agree(f"these sizes need {here} bytes on a node or more, which has {room}: smaller sizes "
           f"would do" if on_host and room and here > room else None, comm)

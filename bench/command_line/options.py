@@ -58,7 +58,7 @@ def without_effect(name: str, value: Any, remedy: str) -> UsageError:
 
 
 def given_of(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
-    """Return those of some options that were given, and their values; 0 is one."""
+    """Return those of some options that were given, and their values; 0 counts as given."""
     found = {name: getattr(arguments, name, None) for name in names}
     return {name: value for name, value in found.items()
             if value is not None and value is not False}
@@ -66,9 +66,8 @@ def given_of(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str, A
 
 def refuse(arguments: argparse.Namespace, names: Iterable[str], remedy: str) -> None:
     """Raise UsageError if one of these options was given, as it was written."""
-    for name in names:
-        if value := getattr(arguments, name):
-            raise UsageError(f"{written(name, value)}: {remedy}")
+    for name, value in given_of(arguments, names).items():
+        raise UsageError(f"{written(name, value)}: {remedy}")
 
 
 def recompute_policy(text: str) -> str:

@@ -57,5 +57,5 @@ def dilation(arguments: argparse.Namespace, comm) -> Dilation | None:
         model = emulating_machine(machine, shrink, scale, replace(cluster, link=link))
         where, how = (grid, order, one.sizes), (one.variant, arguments.recompute)
         return (predict_phases(model, one.row.scheme, *where, *how),
-                predict_original(machine, one.row, *where, *how))
+                {} if one.overridden else predict_original(machine, one.row, *where, *how))
     return Dilation(row_options.share_of(arguments, preset), cluster.link, predict, change_links)

@@ -18,7 +18,7 @@ def available_memory(info: Path = MEMINFO, own: Path = SELF, groups: Path = GROU
 
     It is the least of the memory that Linux counts as available, and the rest below the limits of
     this process' control groups (version 1 or 2) and those above them.  The nodes of an emulated
-    cluster share it equally.
+    cluster share it equally.  `info` is the file in which Linux states the node's memory.
     """
     rooms = [_left(at, *files) for at in group_folders("memory", own, groups) for files in LIMITS]
     rooms.append(read_bytes(info, "MemAvailable"))
@@ -27,9 +27,9 @@ def available_memory(info: Path = MEMINFO, own: Path = SELF, groups: Path = GROU
     return least // cluster.nodes if least and cluster else least
 
 
-def total_memory(meminfo: Path = MEMINFO) -> int | None:
-    """Return the bytes of memory that this node has; None where the system does not tell."""
-    return read_bytes(meminfo, "MemTotal")
+def total_memory(info: Path = MEMINFO) -> int | None:
+    """Return the bytes of memory that this node has by the file `info`; None if it is not told."""
+    return read_bytes(info, "MemTotal")
 
 
 def release_heap() -> None:

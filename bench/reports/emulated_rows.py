@@ -118,7 +118,8 @@ def of_run(row: Row, run: Run, repeats: Sequence[Run] = ()) -> Emulated:
     chosen, where = run.configuration, run.environment.get("emulated_cluster")
     sizes, variant = ModelSizes.from_settings(chosen), recorded_variant(chosen)
     original = stored_seconds(run, "machine_seconds")
-    if math.isnan(original) and (variant, policy_of(run)) == (Variant(work="wait"), "none"):
+    plain = (variant, policy_of(run)) == (Variant(work="wait"), "none")
+    if math.isnan(original) and plain and not chosen["overridden"]:
         original = known_seconds().get((
             chosen["waited_machine"], row.scheme, run.grid.compact, chosen.get("placement", ""),
             row.hidden, sizes.batch), math.nan)

@@ -165,6 +165,7 @@ def similarity_notes(found: Sequence[Emulated]) -> list[str]:
     errors = [abs(each.predicted_average / each.average - 1) for each in found
               if each.run is not None]
     name = one.machine
+    unknown = "; -: not stored with the row" * any(math.isnan(each.original) for each in found)
     notes = [
         f"Scale: links are {one.scale:g} times slower than those of {name} are in use, and ranks "
         f"wait {one.scale:g} times the seconds of {name}, whose rate of products is divided as "
@@ -174,10 +175,10 @@ def similarity_notes(found: Sequence[Emulated]) -> list[str]:
         f"The ratio is that of data sheets and usual fractions of them, in the file of machine "
         f"{name}. The paper's times fit a slower network and slower GPUs (bench predict), so "
         f"compare speed-ups, not seconds.",
-        f"Machine's model: {name} itself, at the published sizes, predicted. Predicted here: by "
-        "the same model with the emulated links, which the ranks of a node share, from a dry run "
-        "of ranks as they are placed; links and waits alone, nothing is fitted. Where there is a "
-        "measurement, these are the seconds that it stored before its first step.",
+        f"Machine's model: {name} itself, at the published sizes, predicted{unknown}. Predicted "
+        "here: by the same model with the emulated links, which the ranks of a node share, from a "
+        "dry run of ranks as they are placed; links and waits alone, nothing is fitted. Where "
+        "there is a measurement, these are the seconds that it stored before its first step.",
         "Slowed by: links and waits of a row are this many times slower than the scale says, and "
         "its seconds are divided by it again. Share of software: seconds of a step whose links "
         "have no limit and which waits for nothing, over those of a step as it is timed; ranks "

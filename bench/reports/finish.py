@@ -11,9 +11,8 @@ from bench.records.folder import (FolderContents, Results, most_oversubscribed, 
                                   share_cores)
 from bench.records.model_run import Run
 from bench.records.run_file import report_left_out
-from bench.reports import formats, micro_tables, paper_tables, speed_ups
+from bench.reports import emulated_tables, formats, micro_tables, paper_tables, speed_ups
 from bench.reports.emulated import describe_clusters
-from bench.reports import emulated_tables
 from bench.reports.emulated_rows import Emulated
 from bench.reports.figures.every_figure import draw_figures
 from bench.reports.figures.style import report_drawn

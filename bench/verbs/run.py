@@ -99,8 +99,7 @@ def run(arguments: argparse.Namespace, comm) -> int:
             spared = arguments.rows is None and one.row.like and line.startswith("left out")
             statuses.append(0 if spared else status)
     if arguments.links:
-        if comm.rank == 0:    # of a folder, as `report` shows it
-            from bench.reports.figures.link_sweep import show_rates
+        from bench.reports.figures.link_sweep import show_rates    # other rows draw nothing
         statuses.append(comm.bcast(comm.rank == 0 and show_rates(out, arguments.show)))
     return max(statuses)
 

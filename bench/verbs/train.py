@@ -179,10 +179,10 @@ def refuse_without_effect(plan: Plan, division: Division) -> None:
 
 def refuse_unused(arguments: argparse.Namespace) -> None:
     """Refuse the options that ``--compare`` would ignore: UsageError names the first."""
-    for name in ("torch", "sample", "inside", *names_of(Course, COURSE)):
-        if getattr(arguments, name) is not None:
-            raise UsageError(f"--compare with --{name.replace('_', '-')}: it trains many models "
-                             f"for a few steps; leave one of them out")
+    for name in options.given_of(arguments, ("torch", "sample", "inside",
+                                             *names_of(Course, COURSE))):
+        raise UsageError(f"--compare with --{name.replace('_', '-')}: it trains many models "
+                         f"for a few steps; leave one of them out")
     for name in read(Division, arguments).given():
         raise UsageError(f"--compare with --{name.replace('_', '-')}: it trains on a list of "
                          f"meshes of its own; leave one of them out")

@@ -22,7 +22,7 @@ def take_steps(model: Any, optimizer: Any, batch: Callable[[int], Batch], number
                rate: Callable[[int], float] | None = None,
                seen: Callable[[int, float], None] = lambda number, loss: None
                ) -> Iterator[tuple[int, float]]:
-    """Take a step of each number; yield the number, and the loss before it, when it is taken.
+    """Take a step for each number; after each, yield its number and the loss before it.
 
     `batch` returns the whole batch of a step, the same on every rank, and `rate` its learning
     rate.  `seen` is called with the number and the loss while the gradients are there.

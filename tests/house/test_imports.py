@@ -363,8 +363,8 @@ LOADED = {
     "compare experts/ experts/": (42, 5000),
     "compare paper-laptop/ paper-laptop/": (46, 5800),
     "validate experts/": (39, 4250),
-    "validate paper-laptop/": (49, 5820),
-    "validate large-messages/matmul": (67, 8070),    # it runs products, dry
+    "validate paper-laptop/": (49, 5850),
+    "validate large-messages/matmul": (67, 8090),    # it runs products, dry
     "report experts/": (52, 6350),
     "report experts/ --figures": (49, 6100),
     "report paper-laptop/": (54, 6900),

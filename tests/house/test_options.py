@@ -96,6 +96,13 @@ def test_options_are_made_of_the_fields_of_configurations():
     assert not_made_of_fields([("verb", by_hand)]) == {"--expert-top": ["verb"]}
 
 
+def test_no_option_of_experts_says_a_field_of_the_model():
+    """One line of words is read as both: `--z-loss` is the router's, not the head's."""
+    model, experts = ({option_of(one) for one in fields(kind)} - {""}
+                      for kind in (Plan, ExpertOptions))
+    assert not model & experts
+
+
 @pytest.mark.parametrize("kind", CONFIGURATIONS)
 def test_each_field_of_a_configuration_says_what_it_is(kind):
     for one in fields(kind):

@@ -22,7 +22,7 @@ from jobs.__main__ import main
 from jobs.scripts import JobSettings
 from records import computed_step, draw_only, made_up, waited_step
 from sites import HOSTILE, ROW, command_of, site_file, work_at
-from support import ROOT, run_python
+from support import ROOT, run_python, status_of
 
 # A stand-in for srun, whose parent is the step's shell, signals the job's shell, as Slurm does.
 WARN = "read -r _ _ _ job _ < /proc/$PPID/stat; kill -USR1 $job"
@@ -291,6 +291,12 @@ def test_pipelines_of_other_options_have_scripts_of_their_own(tmp_path, capsys):
     """The same ones have the same script."""
     given = ["pipeline", "--site", site_file(tmp_path), "--ranks", "8", "--out",
              str(tmp_path / "out")]
+    for name, said in (("a b", " a b: letters, digits"), ("a/b", " a/b: letters, digits"),
+                       ("-x", ": expected one argument")):
+        words = [*given, "--name", name, "--", "--scheme", "1d", "--stages", "2"]
+        assert status_of(main, words) == 2
+        assert f"--name{said}" in capsys.readouterr().err
+        assert not (tmp_path / "out").exists()
     names = []
     for words in (["4"], ["4"], ["2"], ["2", "--schedule", "zb-h1"]):
         assert main([*given, "--", "--scheme", "1d", "--stages", *words]) == 0
@@ -300,9 +306,6 @@ def test_pipelines_of_other_options_have_scripts_of_their_own(tmp_path, capsys):
     assert main([*given, "--name", "whale", "--", "--scheme", "1d", "--stages", "2"]) == 0
     script = Path(capsys.readouterr().out.strip())
     assert script.name == "whale.sh" and "--job-name=mm3d-whale" in script.read_text()
-    for name in ("a b", "a/b"):
-        assert main([*given, "--name", name, "--", "--scheme", "1d", "--stages", "2"]) == 2
-        assert f"--name {name}: letters, digits" in capsys.readouterr().err
     for words, said in ((["4"], "name a grid of 2, such as --grid 2x1x1"),
                         (["3"], "3 stages do not divide 8 ranks"),
                         (["2", "--grid", "3x1x1"], "a grid of 3 x 1 x 1 has 3 ranks"),

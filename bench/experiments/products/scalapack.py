@@ -10,7 +10,6 @@ all of them in random order; figures are medians of ratios within repetitions.
 import contextlib
 import ctypes
 import os
-from bench.records.assembly import transport_names
 from functools import partial
 from typing import Callable, Iterator, Sequence
 
@@ -22,10 +21,11 @@ from bench.errors import as_usage_error
 from bench.experiments.products import fortran_blas
 from bench.experiments.products.matmul import check_results
 from bench.experiments.products.pgemm import Pgemm, load_scalapack
-from bench.experiments.products.problem import Problem, LocalProducts, product_grid
+from bench.experiments.products.problem import LocalProducts, Problem, product_grid
 from bench.instruments.clock import Clock
 from bench.instruments.sampling import Sample, compare_in_turns, repeat_calls, time_side
 from bench.instruments.timing import Limits
+from bench.records.assembly import transport_names
 
 
 class ScalapackProducts:

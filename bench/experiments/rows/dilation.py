@@ -29,7 +29,8 @@ LEAST_LINK = 1e4    # bit/s, below which no link is slowed
 
 Change = Callable[[float | None], None]
 Predicted = dict[str, tuple[float, float]]    # seconds of work and of links, by phase
-# Of a step here, and of a layer's step on the machine that is emulated, at the published sizes.
+# Of a step here, and of a layer's step on the machine that is emulated, at the published sizes;
+# {} where sizes were given by hand.
 Both = tuple[Predicted, Predicted]
 
 
@@ -67,7 +68,7 @@ def dilation_groups(samples: np.ndarray, predicted: Both) -> dict[str, Group]:
         Seconds of steps that are not slowed, predicted before any was measured.
     """
     seconds = {name: [found[phase] for phase in PHASES]
-               for name, found in zip(("seconds", "machine_seconds"), predicted)}
+               for name, found in zip(("seconds", "machine_seconds"), predicted) if found}
     return {"software": make_group("model.software", {"s": {"samples": samples}}),
             "predicted": make_group("model.predicted", {"s": seconds})}
 

@@ -1,7 +1,6 @@
 """Describe a row for its file: its configuration, its published times and the expected words."""
 
 import sys
-from bench.records.assembly import transport_names
 from dataclasses import asdict
 
 import numpy as np
@@ -12,6 +11,7 @@ from bench.cases.paper import Row
 from bench.experiments.rows.settings import Settings
 from bench.instruments import host, timing
 from bench.records import model_run
+from bench.records.assembly import transport_names
 from bench.records.kinds.model import expected_words
 from bench.records.measurements import Check, Group, Setting, grid_settings
 from mm3d.model.architecture import INNER_FACTOR

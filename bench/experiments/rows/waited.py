@@ -8,7 +8,7 @@ from typing import Any, Iterator
 import numpy as np
 
 import mm3d
-from bench.agreement import agree
+from bench.agreement import agree, make_on_rank_0
 from bench.cases.case import Case, row_stack
 from bench.errors import Failed
 from bench.experiments.rows.dilation import dilation_groups, slow_down
@@ -75,8 +75,8 @@ def waiting_model(one: Case, scheme, settings: Settings,
         x, dy = model.random("input"), model.random("output gradient")
         with settings.watched(scheme.grid, model):
             if dilation:
-                predicted = (dilation.predict(one, model.grid.shape, order, dilation.link)
-                             if comm.rank == 0 else ({}, {}))
+                predicted = make_on_rank_0(lambda: dilation.predict(
+                    one, model.grid.shape, order, dilation.link), comm) or ({}, {})
                 step = partial(time_phases, model, x, dy, Clock(comm))
                 factor, samples = slow_down(comm, backend.trace, dilation, step,
                                             sum(map(sum, predicted[0].values())))

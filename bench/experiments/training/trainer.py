@@ -1,6 +1,7 @@
 """Train a GPT on a text, verified first, with checkpoints, until it is done or stops."""
 
 import math
+import os
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -12,9 +13,9 @@ from bench.agreement import agree, broadcast_from_rank_0, make_on_rank_0
 from bench.errors import StoreError, WrongResult, as_usage_error
 from bench.experiments.training.history import NAME, History, HistoryFile
 from bench.experiments.training.plan import Plan, make_optimizer
-from bench.instruments.stopping import Stop, stop_on_request
 from bench.experiments.training.text import Text
 from bench.experiments.training.verification import verify
+from bench.instruments.stopping import Stop, stop_on_request
 from bench.records.measurements import Check
 from mm3d.arrays import backend as backends
 from mm3d.arrays.plain_numbers import said
@@ -235,7 +236,7 @@ def restore_newest(training: TrainingRun, course: Course) -> int:
     if course.checkpoints is None:
         return 0
     comm = training.comm    # before anything is trained that no rank could save
-    agree("" if Path(course.checkpoints, NAME).exists() else (
+    agree("" if os.path.exists(Path(course.checkpoints, NAME)) else (    # False, if forbidden
         f"--checkpoints {course.checkpoints}: rank {comm.rank} does not see what rank 0 has "
         f"written there; a folder that all ranks share would do"), comm, StoreError)
     try:

@@ -109,7 +109,7 @@ class Tested:
 
 
 class BestOnly(Search):
-    """A search that does not look for what changed choices cost, half of its time."""
+    """A search that does not look for what changed choices cost."""
 
     def _cheapest(self, name: str, best: Choice) -> str:
         """Return that nothing was looked for."""

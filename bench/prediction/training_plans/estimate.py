@@ -25,6 +25,9 @@ from mm3d.tracing.events import Collective, Gemm
 
 # Of parameters; those of experts are beside the others of a layer.
 ARRAYS_OF_EXPERTS, ARRAYS_OF_ENDS = 4, 4
+# Of bounds, where kernels are not fused: they are up to 1.1 times the exact seconds of 180 plans,
+# as ZeRO 2 and 3 do not add to gradients, and own passes are fewer than those of closed forms.
+SURE_OF_OTHERS = 0.85
 Held = tuple[tuple[float, float, float], ...]    # parameters, those of experts, and other bytes
 
 
@@ -55,6 +58,7 @@ class Estimator:
 
     def __init__(self, training: Training) -> None:
         self.training = training
+        self.sure = 1.0 if training.machine.kernels == "fused" else SURE_OF_OTHERS
         self.arrays = cost.parameter_arrays(training.gpt.sizes())    # of a layer
         (self.sizes, self.moved, self.hop, self.tied, self.adamw, self.state, self.products,
          self.counts, self.head) = map(cache, (
@@ -122,8 +126,8 @@ class Estimator:
         micro, stages = self.training.microbatches(choice), choice.stages
         share = (stages - 1) / (micro * choice.chunks) * (choice.schedule != "zb-h1")
         layers = micro * self.training.gpt.layers / stages
-        return ((self.products(choice.recompute) + passes * layers) * (1 + share)
-                - self._unadded(choice))
+        return self.sure * ((self.products(choice.recompute) + passes * layers) * (1 + share)
+                            - self._unadded(choice))
 
     def _products(self, recompute: str) -> float:
         """Return the seconds of all products at their rate, divided among all GPUs."""
@@ -157,8 +161,8 @@ class Estimator:
         sizes = self.sizes(choice.scheme, choice.grid, choice.stages, choice.expert_parallel)
         layer = self._with_replicas(choice, work, sizes, strides, bound=True)
         sums = 0.0 if self.training.overlap else self._last_sums(choice, sizes, strides, 0)
-        return (self._shortest(choice, work, layer, unsure) + sums
-                + self._after(choice, sizes, strides))
+        return self.sure * (self._shortest(choice, work, layer, unsure) + sums
+                            + self._after(choice, sizes, strides))
 
     def _after(self, choice: Choice, sizes: StageSizes, strides: dict[str, int]) -> float:
         """Return the seconds of the optimizer, and of the sum of a tied table's gradient."""
@@ -170,7 +174,8 @@ class Estimator:
 
         Backward takes `again` seconds more than that of `work`; `unsure` is as of `bound`.
         """
-        return self._shortest(choice, work, work.forward + work.backward + again, unsure)
+        layer = work.forward + work.backward + again
+        return self.sure * self._shortest(choice, work, layer, unsure)
 
     def _shortest(self, choice: Choice, work: LayerWork, layer: float, unsure: int) -> float:
         """Bound the seconds of all stages from below.
@@ -182,14 +187,15 @@ class Estimator:
         sizes = self.sizes(choice.scheme, choice.grid, stages, choice.expert_parallel)
         first, last, every = sizes.layers
         machine, unadded = self.training.machine, self._unadded(choice)
-        layer -= unsure * machine.launch_seconds / machine.achieved.latency
+        less = unsure * machine.launch_seconds / machine.achieved.latency
+        layer -= less
         if stages == 1:
             return micro * (every * layer + sum(work.ends)) - unadded
         head = self.head(choice.scheme, choice.grid, choice.micro, choice.context)
         place = every - last * stages - 1    # the last stage with one layer more
         passes = [(layer, layer)]    # of a stage, and of those before it
         if choice.schedule == "zb-h1":
-            passes = [(layer, work.forward), (layer - work.weights, layer - work.weights)]
+            passes = [(layer, work.forward - less), (layer - work.weights, layer - work.weights)]
         return max(micro * (count * own + more) + before * others / choice.chunks
                    for own, others in passes for before, count, more in (
                        (every - last, last, head), (max(0, place) * first, first, 0.0))

@@ -277,7 +277,7 @@ def refined(bounded: Iterable[tuple[float, Any]],
 
     Items come with bounds of these numbers from below, which ascend; `refine` returns any number
     of others with their numbers.  None is refined before its bound is the lowest number; with a
-    `doubt` of .01 none whose bound is not 1 % below the lowest.
+    `doubt` of .01 an item is refined only if its bound is more than 1 % below the lowest number.
     """
     heap: list[tuple[float, int, Any]] = []
     made = itertools.count()

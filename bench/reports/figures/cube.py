@@ -20,7 +20,7 @@ STRIP_INCHES = 8.0    # of a frame's width
 def draw_story(path: str | Path, frames: Frames) -> Path:
     """Draw all frames of a product: one after another in a .gif, else in one picture.
 
-    Raises UsageError when the name has another ending; LeftOut when it cannot be drawn.
+    Raises UsageError when the name has another ending; NotDrawn when it cannot be drawn.
     """
     style.check_picture(path, moving=True)
     if Path(path).suffix == ".gif":

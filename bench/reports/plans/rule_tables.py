@@ -7,7 +7,8 @@ from bench.document import Cell, Column, Notes, Part, Table, number_cell
 from bench.prediction.machine_model import Machine
 from bench.prediction.meshes.rules_of_thumb import SIMPLE, Rule, Rules, Tested
 from bench.prediction.pipelines.training_step import SHARES
-from bench.prediction.training_plans.search import TrainingPlan
+from bench.prediction.training_plans.choices import FEW_GPUS
+from bench.prediction.training_plans.search import DOUBT, TrainingPlan
 from bench.reports.plans.training_plans import (BOTTLENECKS, GIB, choice_cells, choice_columns,
                                                 step_rates)
 
@@ -110,5 +111,5 @@ def _remarks(rules: Rules) -> Notes:
         "stages from the replicas and these from the stages, so the planner chooses both",
         "the tree wants more than 4 micro-batches a stage where there are more than 8 stages",
         "memory is exact, that of a dry run of a step; seconds are a model; slower, and what a "
-        "plan loses the most by, are beside the planner's, which is the best of a search and may "
-        "be beaten"])
+        f"plan loses the most by, are beside the planner's, which above {FEW_GPUS} GPUs may be "
+        f"{DOUBT:.0%} slower than the fastest"])

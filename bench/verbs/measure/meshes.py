@@ -6,7 +6,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from bench.agreement import broadcast_from_rank_0
+from bench.agreement import broadcast_from_rank_0, make_on_each_rank
 from bench.cases.combined import TrainingCase, cases_by_name, load_rows
 from bench.cases.case import shuffle_cases
 from bench.cluster.rates import change_links
@@ -14,7 +14,7 @@ from bench.cluster.spec import Cluster
 from bench.command_line import measuring, row_options, waiting
 from bench.command_line.config_options import add_fields
 from bench.command_line.publish import publish_row
-from bench.errors import UsageError, as_usage_error
+from bench.errors import UsageError
 from bench.experiments.rows.dilation import Dilation, set_links
 from bench.experiments.rows.training_row import TrainingSettings, measure_training
 from bench.prediction.machine_model import load_machine
@@ -101,7 +101,8 @@ def read_training_settings(arguments: argparse.Namespace, comm: Any) -> Training
     share = row_options.share_of(arguments, file) if cluster else 0.0
     return TrainingSettings(
         measuring.limits_of(arguments, file), arguments.order or 0, work,
-        Dilation(share, link, lambda *given: {}, change_links if cluster else lambda rate: None),
+        Dilation(share, link, lambda *given: ({}, {}),
+                 change_links if cluster else lambda rate: None),
         lambda config, ranks: predict_waited(config, ranks, emulated), arguments.watched)
 
 
@@ -110,8 +111,7 @@ def computing_settings(arguments: argparse.Namespace, comm: Any) -> TrainingSett
     if arguments.software_share:
         raise UsageError(f"{arguments.names} --software-share {arguments.software_share:g}: only "
                          f"waits are slowed, and these ranks compute; leave it out")
-    with as_usage_error():
-        backends.get(arguments.backend)
+    make_on_each_rank(lambda: backends.get(arguments.backend), comm)
     machine, reason = broadcast_from_rank_0(lambda: find_machine(arguments.machine, comm.size),
                                             comm)
     nodes = number_nodes(comm)

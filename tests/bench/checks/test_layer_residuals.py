@@ -167,7 +167,8 @@ def test_a_fault_of_the_first_forward_alone_is_found(comm, policy, kind, number,
 @pytest.mark.ranks(1, slow=(8,))
 @pytest.mark.parametrize("policy, number, named", [
     ("selective", 0, "attention.qkv, dB"), ("selective", 3, "mlp.down, dB"),
-    ("full", 3, "mlp.down, dB"), ("uniform:2", 3, "mlp.down, dB")])
+    ("full", 3, "mlp.down, dB"), ("uniform:2", 3, "mlp.down, dB"),
+    ("uniform:2+selective", 3, "mlp.down, dB")])
 def test_what_a_product_keeps_again_is_that_of_a_real_step(comm, policy, number, named):
     scheme, grid = {1: ("serial", None), 8: ("3d", (2, 2, 2))}[comm.size]
     model = model_of(comm, scheme, grid, batch=4, seq=5, recompute=policy)

@@ -13,7 +13,9 @@ from bench.prediction.pipelines.chunk_events import events_of_chunk
 from bench.prediction.pipelines.pipeline_model import PipelineModel
 from mm3d.grid.shape import GridShape
 from mm3d.model.stack import Stack
+from mm3d.tracing import dry_run
 from mm3d.tracing.events import Collective
+from mm3d.training.optimizers import AdamW
 from mm3d.training.schedules import build
 
 LONGHORN = machine_model.load_machine("longhorn")    # 4 ranks a node
@@ -64,6 +66,31 @@ def test_parts_of_a_chunk_count_what_a_whole_run_does(name, stage, vocab, how):
     counted, wanted = ([one for one in trace.events.items() if one[0][0] in whole.all_phases]
                        for trace in (parts, whole))    # not what building takes
     assert counted == wanted
+
+
+def test_a_whole_step_is_that_of_a_gpt_on_every_rank():
+    """With 2 replicas of 2 stages of 2 ranks, where nothing divides, from that of fewer layers."""
+    sizes = dict(layers=8, hidden=12, heads=3, seq=5, dtype="float16")
+    predicted = PipelineModel(build("1f1b", 2, 2), "3d", shapes([(1, 2, 1)]) * 2,
+                              Stack(batch=6, **sizes), vocab=17, data=2, zero=1)
+
+    def model(comm, backend):
+        mesh = mm3d.Mesh(comm, data=2, stages=2, scheme="3d", grid=(1, 2, 1), backend=backend)
+        return mm3d.GPT(mesh, **sizes, batch=12, vocab=17, schedule="1f1b", microbatches=2,
+                        zero=1, master="float32")
+
+    def step(gpt, _):
+        optimizer = AdamW(gpt, 1e-3)
+        gpt.rehearse()
+        optimizer.step()
+    for rank in range(8):
+        replica, stage, place = rank // 4, rank // 2 % 2, rank % 2
+        found = predicted.whole_step(place, stage, replica, optimizer=True)
+        wanted = dry_run.trace(model, 8, rank, step=step)
+        assert found.total_traffic() == wanted.total_traffic()
+        assert (found.parameters, found.peak, found.pool_peak) == (
+            wanted.parameters, wanted.peak, wanted.pool_peak)
+        assert found.events == wanted.events
 
 
 def test_zero_3_takes_its_time_in_the_actions():

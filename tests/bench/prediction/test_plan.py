@@ -127,7 +127,9 @@ def test_the_verb_prints_what_it_found(capsys):
      "8 ranks are no square: start 4 or 9"),
     (["plan", "--ranks", "8", "--hidden", "65", "--heads", "4"],
      "must be a multiple of --heads 4"),
+    (["dry", "--ranks", "8", "--hidden", "64", "--scheme", "4d"], "scheme '4d' is unknown"),
     (["plan", "--ranks", "1", "--hidden", "64"], "at least 2 ranks"),
+    (["plan", "--ranks", "8", "--hidden", "64", "--machine", "abacus"], "'abacus' is unknown"),
     *((verb + ["--stages", "1000000000"], "at most 262144 would do") for verb in (
         ["plan", "--ranks", "1000000", "--hidden", "64"], ["predict"],
         ["dry", "--ranks", "1000000", "--hidden", "64"])),

@@ -75,6 +75,21 @@ def test_the_best_plan_is_that_of_all_predicted_exactly(gpus, batch, mib):
         assert asked.may_fit(plan.choice)
 
 
+@pytest.mark.parametrize("kernels", ["numpy", "own", "fused"])
+def test_no_bound_is_above_the_seconds_of_a_plan(kernels):
+    machine = msgspec.structs.replace(load_machine("cpu"), kernels=kernels)
+    asked = search.Search(Training(SMALL, 8, 8, SMALL.seq, "float32", machine))
+    choices = [*asked.choices()]
+    for at in np.random.default_rng(1).choice(len(choices), 10, replace=False):
+        choice, exact = choices[at], asked.predicted(choices[at]).seconds
+        passes = asked.layers.filled(PlannedLayer.of(choice, whole=True))[1]
+        assert asked.estimator.least(choice, passes) <= exact, choice
+        for work, unsure in ((asked.screened, screening.UNSURE_SCREENED),
+                             (asked.traced, screening.UNSURE_TRACED)):
+            bound = asked.estimator.bound(choice, work(PlannedLayer.of(choice)), unsure)
+            assert bound <= exact, (choice, unsure)
+
+
 def test_a_doubt_saves_numbers_that_differ_by_less():
     bounded = [(bound, bound) for bound in (10, 10.05, 10.2, 99)]
 

@@ -17,6 +17,7 @@ from bench.cases.selection import select_rows
 from bench.prediction.machine_model import load_machine
 from mm3d import selftest
 from mm3d.training.schedules import build
+from refused import refused
 from support import ROOT, run_python, run_ranks
 
 FOLDERS = ("measure", "draw")
@@ -118,6 +119,8 @@ WRONG = [("mesure", "did you mean measure?"), ("measure gem", "did you mean gemm
          ("train --checkpoints none --save-every 3", "--save-every 3 would do nothing here"),
          ("calibrate --out a.toml --from netwrok:16=b", "where LINK is node or network"),
          ("calibrate --out a.toml --from b --stall 5", "--stall 5: nothing is measured"),
+         *((f"measure {kind} --backend abacus", "'abacus' is unknown: choose one of numpy")
+           for kind in ("gemm", "collectives", "layer", "matmul --shape 8")),
          ("measure step --vocab 1", "--vocab 1: at least 2 would do"),
          ("measure layer --hidden 64 --torch /bin/echo", "an interpreter with torch and numpy"),
          ("reproduce --preset tiny --software-share .5", "--software-share 0.5: waits and"),
@@ -189,6 +192,15 @@ def test_ranks_with_different_words_are_all_refused(comm, monkeypatch, capfd):
     monkeypatch.setattr(sys, "argv", ["bench", "run"])
     monkeypatch.setenv("MM3D_BACKEND", "numpy" * comm.rank)
     refuse_different_words()    # which by default is NumPy
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("words", ["collectives", "layer", "matmul --shape 8 --scheme 1d"])
+def test_several_ranks_measure_no_arrays_without_contents(comm, shared_tmp_path, words):
+    said = refused(comm, "measure", *words.split(), "--backend", "dry", "--out",
+                   str(shared_tmp_path / "out"))
+    assert said == "error: backend 'dry' is unknown: choose one of numpy, cupy\n"
+    assert not list(shared_tmp_path.glob("out/*"))
 
 
 @pytest.mark.ranks(2)

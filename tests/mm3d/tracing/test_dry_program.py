@@ -18,7 +18,7 @@ from mm3d.training.schedules import all_builders
 from mm3d.transport.communicators import DryCommunicator
 
 CONFIGURATIONS, AT_ONCE = 48, 4
-FAST = 0, 1    # seeds of nearly all schemes and options together
+FAST = 4, 11    # seeds of all policies, all schemes but one, and most options together
 RANKS = 8
 
 
@@ -50,7 +50,8 @@ class Program:
             "heads": pick([2, 3]), "vocab": 17, "seq": pick([5, 8]), "schedule": pick(names),
             "microbatches": micro,
             "batch": data * micro * pick([1, 2]), "dtype": dtype, "master": master,
-            "recompute": pick(["none", "none", "full", "selective", "uniform:2"]),
+            "recompute": pick(["none", "none", "full", "selective", "uniform:2",
+                               "uniform:2+selective"]),
             "tied": pick([True, False]), "zero": pick([0, 1, 2, 3]), "in_flight": pick([0, 2]),
             "dropout": pick([0.0, 0.0, 0.1]), "label_smoothing": pick([0.0, 0.1])}
         if draw.random() < 0.3:
