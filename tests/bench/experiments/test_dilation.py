@@ -98,7 +98,7 @@ def test_shares_of_nothing_are_refused(comm, shared_tmp_path, words, message):
     assert message in said and not list(shared_tmp_path.glob("*.h5"))
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(8)
 def test_a_row_of_sizes_of_its_own_has_no_published_seconds(comm, shared_tmp_path, cluster):
     """48 heads do not divide the published features, so nothing is predicted for these."""
     done(comm, "run", *ROW, "--rows", "weak:1d-sp", "--hidden", "96", "--heads", "48", "--out",

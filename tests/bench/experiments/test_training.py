@@ -262,8 +262,7 @@ def test_a_training_that_diverges_says_what_would_do(comm):
     ("step", r"gradients of step 5 are not finite: .* would do, or a --clip above 0$"),
     ("trained", "parameters after step 3 are not finite, and are not saved: .* --clip above 0$"),
     ("clipped", "gradients of step 3 are not finite: a lower --lr than")])
-def test_what_is_not_finite_is_not_saved_without_clipping_either(comm, tmp_path, monkeypatch,
-                                                                 name, said):
+def test_what_is_not_finite_is_not_saved(comm, tmp_path, monkeypatch, name, said):
     """A checkpoint of NaN would be the newest one; the training goes on from one before."""
     plan, right = PLAN if name == "clipped" else replace(PLAN, clip=0.0), GPT.step
 
