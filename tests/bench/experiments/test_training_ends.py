@@ -13,14 +13,14 @@ FAILS = """
 import os, sys, time
 from bench.__main__ import command
 from bench.experiments.training.trainer import TrainingRun
-right = TrainingRun.step
+right = TrainingRun.batch
 
-def step(training, number):
+def batch(training, number):
     if number == 5 and training.comm.rank == 1:
         print("fails at", time.time(), file=sys.stderr, flush=True)
         {how}
     return right(training, number)
-TrainingRun.step = step
+TrainingRun.batch = batch
 command()
 """
 
