@@ -37,7 +37,7 @@ class Variant(PlainFields):
     dtype : str
         The dtype of all arrays.
     tf32 : bool
-        Whether factors of float32 products are rounded to TensorFloat-32.
+        Whether factors of float32 products may be rounded to TensorFloat-32.
     work : {"compute", "wait"}
         Whether ranks compute, or wait for the modelled seconds of their work.
     """

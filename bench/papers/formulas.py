@@ -71,8 +71,8 @@ def step_flops(layers: int, hidden: int, vocabulary: int, sequence: int, batch: 
     with a backward, four times if that repeats it.
     """
     sizes = ModelSizes(layers, hidden, 1, 1, sequence)
-    linear = sum(2 * one.M * one.N * one.K * times for one,
-                 times in cost.list_products(sizes).items())
+    linear = sum(2 * one.M * one.N * one.K * times
+                 for one, times in cost.list_products(sizes).items())
     parts = linear, cost.flops(sizes)["forward"] - linear, 2 * sequence * hidden * vocabulary
     return Fraction(batch) / prod(under) * sum(
         times * part for times, part in zip(passes, parts, strict=True))

@@ -220,9 +220,9 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def described(self) -> str:
         """Return `about`, and by which kernels work is priced."""
-        kind = {"fused": "fused", "own": "mm3d's"}.get(self.kernels)
-        return f"{self.about}; " + (f"{kind} kernels, attention by {self.attention}" if kind else
-                                    "a kernel for each operation of NumPy")
+        kind = "mm3d's" if self.kernels == "own" else self.kernels
+        return f"{self.about}; " + ("a kernel for each operation of NumPy" if kind == "numpy" else
+                                    f"{kind} kernels, attention by {self.attention}")
 
     @property
     def elementwise_block(self) -> int:
