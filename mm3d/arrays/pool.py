@@ -237,14 +237,31 @@ class Pool(IdleMemory):
 class DryPool(Pool):
     """Count memory as a `Pool` does, without allocating it.
 
-    The unit of memory is `granularity` bytes; `on_take` is called after each `take`.
+    The unit of memory is `granularity` bytes; `on_take` is called after each `take`.  Of the bytes
+    in use, `saved` are of arrays that `count_saved` was given.
     """
 
     _byte = ctypes.c_char()
 
     def __init__(self, granularity: int, on_take: Callable[[], None]) -> None:
         super().__init__()
-        self.granularity, self._on_take = granularity, on_take
+        self.granularity, self._on_take, self.saved = granularity, on_take, 0
+        self._saved: dict[int, int] = {}    # bytes that are counted, by the key of a lease
+
+    def count_saved(self, array: np.ndarray) -> None:
+        """Count the memory of an array of this pool, or of a view of one, until it is gone."""
+        lease = self.lease_of(array)
+        if lease and lease.key not in self._saved:
+            self._saved[lease.key] = lease.size
+            self.saved += lease.size
+
+    def leave_out(self) -> None:
+        """Count no array that is in use now, whatever `count_saved` is given."""
+        self._saved = dict.fromkeys(self._leases, 0)
+
+    def _keep(self, lease: Lease) -> None:
+        super()._keep(lease)
+        self.saved -= self._saved.pop(lease.key, 0)
 
     def _allocate(self, size: int) -> ctypes.Array:
         """Return `size` bytes that must not be accessed, at the address of a single byte."""

@@ -7,7 +7,7 @@ elementwise operations are counted in a `Trace`, and so is the memory that they 
 import sys
 from contextlib import contextmanager
 from operator import attrgetter
-from typing import Any, Callable, Iterator
+from typing import Any, Callable, Iterable, Iterator
 
 import numpy as np
 
@@ -205,11 +205,22 @@ class DryBackend(Backend):
         in_use, held = own + others, self.pool.reserved + others
         trace.timeline.append((trace.phase, in_use))
         if in_use > trace.peak:    # a run takes ten thousands of arrays: a call here is felt
-            trace.peak = in_use
+            trace.peak, trace.activations = in_use, self.saved
         if held > trace.held:
             trace.held = held
         if own > trace.pool_peak:
             trace.pool_peak = own
+
+    @property
+    def saved(self) -> int:
+        """Bytes in use of the arrays that `count_saved` was given."""
+        return self.pool.saved + self.scratch.saved
+
+    def count_saved(self, arrays: Iterable[DryArray]) -> None:
+        """Count arrays as saved for backward until they are gone."""
+        for a in arrays:
+            for pool in (self.pool, self.scratch):
+                pool.count_saved(a._shell)
 
     @contextmanager
     def _calling(self, name: str, given: tuple, named: dict[str, Any]) -> Iterator[None]:

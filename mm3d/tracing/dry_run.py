@@ -15,11 +15,13 @@ from contextlib import nullcontext
 from typing import Any, Callable
 
 from mm3d.arrays import backend as backends
+from mm3d.model.chains import saved_arrays
 from mm3d.model.recomputation import period_of
 from mm3d.model.transformer import Transformer
 from mm3d.schemes.creation import scheme as make_scheme
 from mm3d.tracing.dry_arrays import DryBackend
-from mm3d.tracing.events import Collective, Gemm, MemoryPass, PHASES
+from mm3d.tracing.events import (Collective, Gemm, LayerEvent, MemoryPass, Observer,
+                                 PHASES, Phase)
 from mm3d.tracing.observe import observed
 from mm3d.tracing.trace import SUMS, Trace
 from mm3d.transport.communicators import DryCommunicator
@@ -79,7 +81,9 @@ def trace(build: Callable[[DryCommunicator, DryBackend], Any], ranks: int, rank:
     found.parameters = sum(p.nbytes for p in model.trained)
     found.divided = sum(p.nbytes for p in model.trained if p.grid is not model.grids[0])
     found.count_traffic(model)
-    with observed(model.grids, found, *model.chains) if events else nullcontext():
+    backend.pool.leave_out()    # parameters
+    with (observed(model.grids, found, *model.chains) if events else nullcontext(),
+          observed(model.grids, SavedArrays(backend), *model.chains)):
         found.begin_phase(SUMS)
         if step is None:
             model.rehearse()
@@ -87,6 +91,27 @@ def trace(build: Callable[[DryCommunicator, DryBackend], Any], ranks: int, rank:
             step(model, found)
         found.finish()
     return found
+
+
+class SavedArrays(Observer):
+    """Tell the backend of a dry run which arrays layers save for backward."""
+
+    kinds = LayerEvent, Phase
+
+    def __init__(self, backend: DryBackend) -> None:
+        self.backend = backend
+
+    def see_layer(self, call: str, x: Any, result: Any) -> None:
+        """Count what a layer saves, beside its result or instead of it."""
+        if call == "recompute_saved":
+            self.backend.count_saved(saved_arrays(result))
+        else:
+            self.see_pass(call, result)
+
+    def see_pass(self, call: str, result: Any) -> None:
+        """Count what a pass saves, or keeps for the other half of backward."""
+        if call in ("forward", "backward_input"):
+            self.backend.count_saved(saved_arrays(result[1]))
 
 
 def trace_step(name: str, ranks: int, grid: tuple[int, ...] | None = None, rank: int = 0,
@@ -169,6 +194,7 @@ def extrapolate(trace_of: Callable[[int], Trace], layers: int, period: int,
             before = two.traffic[phase][key]
             for field, value in vars(traffic).items():
                 setattr(traffic, field, beyond(getattr(before, field), value))
-    for field in ("parameters", "divided", "saved", "operands", "peak", "held", "pool_peak"):
+    for field in ("parameters", "divided", "saved", "operands", "peak", "activations", "held",
+                  "pool_peak"):
         setattr(three, field, beyond(getattr(two, field), getattr(three, field)))
     return three

@@ -125,6 +125,9 @@ class Observer:
     def see_layer(self, call: str, x: Any, result: Any) -> None:
         """Look at the first argument and the result of a layer's `call`, within its event."""
 
+    def see_pass(self, call: str, result: Any) -> None:
+        """Look at the result of a pass of a model, as `see_layer`."""
+
 
 class ArrayObserver(Observer):
     """Base class of observers that are also given the arrays of the events of their `kinds`."""

@@ -10,7 +10,7 @@ from mm3d.arrays.backend import host_dtype
 from mm3d.arrays.blocks import resized_shape, total_length
 from mm3d.grid.axis import COLLECTIVES
 from mm3d.tracing.events import (ArrayObserver, Collective, Event, Gemm, LayerEvent, Observer,
-                                 Overlapped)
+                                 Overlapped, Phase)
 from mm3d.transport.pending import Pending
 
 # Methods of a Split, Vector or Space whose collectives move its operand.
@@ -48,6 +48,10 @@ class ObserverGroup(Observer):
         for observer in self.observers:
             observer.see_layer(call, x, result)
 
+    def see_pass(self, call: str, result: Any) -> None:
+        for observer in self.observers:
+            observer.see_pass(call, result)
+
 
 def join_observers(observers: Observers, kind: type) -> Observer | None:
     """Join the observers of a kind of events to one observer; None if there are none."""
@@ -70,6 +74,8 @@ def report_calls(work: Callable, event: Event, observer: Observer) -> Callable:
             result = work(*arrays)
             if isinstance(event, LayerEvent):
                 observer.see_layer(work.__name__, arrays[0], result)
+            elif isinstance(event, Phase):
+                observer.see_pass(work.__name__, result)
             return result
         finally:
             observer.leave()

@@ -30,6 +30,8 @@ class Trace(Observer):
     pool_peak, peak, held : int
         The most bytes at one time in arrays of the backend, as `Backend.memory` counts them; in
         all arrays, including intermediate ones; and in all arrays and idle memory of the pool.
+    activations : int
+        Of `peak`, the bytes of arrays that layers had saved for backward.
     parameters, divided, saved, operands : int
         Bytes of parameters with their gradients, and of the ones among them that replicas divide
         (experts, and with ZeRO 1 to 3 all); of arrays that forward keeps for backward; and, where
@@ -49,7 +51,7 @@ class Trace(Observer):
         self.phase, self.part, self.times = "build", "", 1
         self._outer: list[tuple[str, str, str]] = []    # phases, parts, suffixes that are entered
         self._suffix = ""
-        self.pool_peak = self.peak = self.held = 0
+        self.pool_peak = self.peak = self.activations = self.held = 0
         self.parameters = self.divided = self.saved = self.operands = 0
 
     def count_event(self, event: Event) -> None:

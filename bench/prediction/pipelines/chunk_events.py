@@ -4,7 +4,8 @@ from collections import Counter
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
-from typing import Any
+from operator import add, sub
+from typing import Any, Iterable
 
 import numpy as np
 
@@ -87,16 +88,17 @@ class ChunkCall:
 
     Attributes
     ----------
-    peak, net : int
-        The most bytes in use during the call, and those in use after it, beside those before.
+    peak, net : tuple of int
+        The most bytes in use during the call, and those in use after it, beside those before;
+        each with those of them that are saved for backward.
     out : (tuple of int, dtype, bool) or None
         Shape and type of the result, and whether it is in the model's pool.
     kept : tuple of int
         Numbers, among the arrays that are given and the result, of those that are saved.
     """
 
-    peak: int
-    net: int
+    peak: tuple[int, int]
+    net: tuple[int, int]
     out: tuple[tuple[int, ...], np.dtype, bool] | None
     kept: tuple[int, ...]
 
@@ -152,7 +154,8 @@ class AlikeCalls:
 
     def _run(self, kind: str, given: tuple, before: SavedChunk) -> tuple[Any, SavedChunk]:
         trace, start = self.backend.trace, self._in_use()
-        most, trace.peak = trace.peak, start
+        most = trace.peak, trace.activations
+        trace.peak, trace.activations = start
         found = getattr(self.chunk, kind)(*given, *[before.data] * (before.data is not None))
         out, data = found if isinstance(found, tuple) else (found, None)
         arrays, before.data, before.arrays = (*before.arrays, *given, out), None, ()
@@ -164,24 +167,35 @@ class AlikeCalls:
         if self.times[kind] == 2:
             made = None if out is None else (
                 out.shape, out.dtype, self.backend.pool.lease_of(out._shell) is not None)
-            self.known[kind] = ChunkCall(trace.peak - start, self._in_use() - start, made, kept)
-        trace.peak = max(most, trace.peak)
+            peak, after = (trace.peak, trace.activations), self._in_use()
+            self.known[kind] = ChunkCall(_less(peak, start), _less(after, start), made, kept)
+        if trace.peak <= most[0]:
+            trace.peak, trace.activations = most
         return out, saved
 
     def _count(self, kind: str, given: tuple, before: SavedChunk) -> tuple[Any, SavedChunk]:
         backend, known, start, out = self.backend, self.known[kind], self._in_use(), None
-        backend.trace.peak = max(backend.trace.peak, start + known.peak)
+        if start[0] + known.peak[0] > backend.trace.peak:
+            backend.trace.peak, backend.trace.activations = map(add, start, known.peak)
         if known.out:
             *what, own = known.out
             out = (backend.empty if own else backend.scratch_array)(*what)
         arrays = *before.arrays, *given, out
         before.arrays, saved = (), SavedChunk(None, tuple(arrays[number] for number in known.kept))
         del arrays
-        backend.pool.in_use += start + known.net - self._in_use()
+        backend.count_saved(saved.arrays)
+        more, more_saved = _less(map(add, start, known.net), self._in_use())
+        backend.pool.in_use += more
+        backend.pool.saved += more_saved
         return out, saved
 
-    def _in_use(self) -> int:
-        return self.backend.pool.in_use + self.backend.scratch.in_use
+    def _in_use(self) -> tuple[int, int]:
+        """Return the bytes in use, and those of them that are saved."""
+        return self.backend.pool.in_use + self.backend.scratch.in_use, self.backend.saved
+
+
+def _less(a: Iterable[int], b: Iterable[int]) -> tuple[int, ...]:
+    return tuple(map(sub, a, b))
 
 
 def _home(a: Any) -> Any:

@@ -12,6 +12,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
+from operator import itemgetter
 from typing import Iterable
 
 import numpy as np
@@ -228,18 +229,20 @@ def _chunk_seconds(model: PipelineModel, machine: Machine, spent: Spent, repeats
     return [*[*map(Fraction, seconds), Fraction(0)][:3], Fraction(sums)]
 
 
-def peak_bytes(model: PipelineModel, stage: int, optimizer: bool = False) -> int:
+def peak_bytes(model: PipelineModel, stage: int, optimizer: bool = False) -> tuple[int, int]:
     """Return the peak bytes of the first rank of a stage in a step, by a dry run.
 
-    Of micro-batches that are alike few are run (`chunk_events.run_few`).
+    Second are those of them that its layers have saved for backward.  Of micro-batches that are
+    alike few are run (`chunk_events.run_few`).
     """
     prepare = run_few if model.schedule.chunks > 1 or model.named in ONE_CHUNK else None
-    return model.whole_step(0, stage, 0, optimizer, prepare).peak
+    trace = model.whole_step(0, stage, 0, optimizer, prepare)
+    return trace.peak, trace.activations
 
 
 def fullest_stage(model: PipelineModel, optimizer: bool = False,
-                  ends: str = "both") -> tuple[int, int]:
-    """Return the stage that needs the most memory, and the peak bytes of its first rank.
+                  ends: str = "both") -> tuple[int, int, int]:
+    """Return the stage that needs the most memory, and `peak_bytes` of its first rank.
 
     Among stages of the same grid and layers, only the first with the most bytes in flight is run;
     and of a GPT the first, with its embedding, and the last, where logits are.  `ends` says which
@@ -260,8 +263,8 @@ def fullest_stage(model: PipelineModel, optimizer: bool = False,
         found.add(model.schedule.rank_of[0])
     if model.vocab and ends != "first":
         found.add(model.schedule.rank_of[model.schedule.stage_count - 1])
-    peaks = {stage: peak_bytes(model, stage, optimizer) for stage in sorted(found)}
-    return max(peaks.items(), key=lambda one: one[1])
+    return max(((stage, *peak_bytes(model, stage, optimizer)) for stage in sorted(found)),
+               key=itemgetter(1))
 
 
 def kept_for_weights(model: PipelineModel) -> Fraction:

@@ -299,13 +299,20 @@ def flops_of_step(model: PipelineModel) -> dict[str, float]:
     return {"model": model.data * useful, "hardware": model.data * (useful + again)}
 
 
-def memory_by_kind(model: PipelineModel, stage: int, peak: float) -> dict[str, float]:
-    """Return the `peak` bytes of the first rank of a stage by kind, as `fullest_stage` returns.
+def memory_by_kind(model: PipelineModel, stage: int, peak: float,
+                   activations: float) -> dict[str, float]:
+    """Return the peak bytes of the first rank of a stage by kind.
 
-    Values, gradients, masters and moments are by dividing the model.  All else are activations and
-    buffers: of collectives, of gathered weights, and intermediate arrays.
+    Values, gradients, masters and moments are by dividing the model.  All else are buffers: of
+    collectives, of gathered weights, and intermediate arrays.
+
+    Parameters
+    ----------
+    stage, peak, activations
+        As `fullest_stage` returns.
     """
     parts = [state_by_kind(model.stack.dtype, count, model.zero, shards)
              for count, shards in zip(parameters_of_ranks(model)[stage], shards_of(model))]
     found = {name: sum(one[name] for one in parts) for name in parts[0]}
-    return found | {"activations and buffers": max(0.0, peak - sum(found.values())), "all": peak}
+    found["activations"] = activations
+    return found | {"buffers": max(0.0, peak - sum(found.values())), "all": peak}

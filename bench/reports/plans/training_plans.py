@@ -18,7 +18,7 @@ OVERLAPS = {
     True: "assumed: sums over replicas go on behind backward, and gathers behind forward, as far "
           "as these take longer; train --in-flight hides sums, and gathers nothing ahead; what is "
           "in flight takes no memory here"}
-KINDS = ("values", "gradients", "masters", "moments", "activations and buffers")
+KINDS = ("values", "gradients", "masters", "moments", "activations", "buffers")
 BOTTLENECKS = {"products": "products", "elementwise": "elementwise passes",
                "links": "links inside a stage", "latency": "latency",
                "hops": "hops between stages", "replicas": "sums over replicas",

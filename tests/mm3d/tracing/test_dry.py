@@ -16,6 +16,7 @@ import llamas
 import mm3d
 from mm3d.arrays import backend
 from mm3d.grid.axis import COLLECTIVES
+from mm3d.model.chains import saved_arrays
 from mm3d.tracing import dry_arrays, dry_run
 from mm3d.tracing.events import Boundary, Call, Collective, Gemm, MemoryPass, Overlapped, PHASES
 from mm3d.transport.communicators import DryCommunicator
@@ -226,6 +227,34 @@ def test_kernels_of_a_gpu_keep_no_intermediate_arrays_in_16_bits():
                                                 (sys.maxsize, "float32")))
     assert few.peak < few.saved + 3 * wide < scores / 8 < blocks.peak < numpys.peak
     assert numpys.peak > scores
+
+
+@pytest.mark.parametrize("recompute", ["none", "full+selective"])
+@pytest.mark.parametrize("halves", [False, True])
+def test_what_is_saved_counts_until_backward_lets_it_go(recompute, halves):
+    """Of two micro-batches in flight each array counts once, and nothing else does."""
+    def leases(dry, *saved):
+        found = {lease.key: lease.size for a in saved_arrays(saved)
+                 for pool in (dry.pool, dry.scratch) if (lease := pool.lease_of(a._shell))}
+        return sum(found.values())
+
+    def step(model, trace):
+        dry, dy = model.grids[0].backend, model.random("output gradient")
+        both = [model.forward(model.random("input"))[1] for _ in range(2)]
+        assert dry.saved == leases(dry, *both) > 0
+        del both[0]
+        gc.collect()
+        assert dry.saved == leases(dry, *both)
+        if halves:
+            operands = model.backward_input(dy, both.pop())[1]
+            assert dry.saved == leases(dry, operands) > 0
+            model.backward_weights(operands)
+            del operands
+        else:
+            model.backward(dy, both.pop())
+        assert dry.saved == 0 < trace.activations < trace.peak - trace.parameters
+    dry_run.trace(lambda comm, dry: mm3d.Transformer(
+        mm3d.scheme("3d", comm, (2, 2, 2), dry), **PLAIN["even"], recompute=recompute), 8, step=step)
 
 
 def test_memory_returns_when_the_last_view_is_gone():
