@@ -12,11 +12,11 @@
 from importlib import import_module
 from typing import Any
 
-from mm3d import blas_kernels, console, launcher, mpi_start
+from mm3d import console, launcher, mpi_start
 
 console.open_closed_streams()    # before anything else takes their numbers
 mpi_start.leave_job()         # before the launcher's variables are read
-blas_kernels.set_default()    # before NumPy and MPI start, which read the environment once
+launcher.set_kernels()        # before NumPy and MPI start, which read the environment once
 launcher.set_defaults()
 
 mpi_start.check_packages()

@@ -195,10 +195,7 @@ class Config:
     def of(cls, given: Mapping[str, Any]) -> Self:
         """Return the configuration with the given fields of a model and of a division.
 
-        Raises
-        ------
-        TypeError
-            For a name that is no field, and for sizes that are missing.
+        Raises TypeError for a name that is no field, and for sizes that are missing.
         """
         return cls(*make_of_fields(given, "GPT", Model, Division))
 

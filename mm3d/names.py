@@ -13,12 +13,8 @@ def plain(name: str) -> str:
 def find_name(name: str, known: Iterable[str], what: str) -> str:
     """Return the one of the `known` names that `name` stands for.
 
-    The message says what is named, such as ``scheme``.
-
-    Raises
-    ------
-    ValueError
-        When it is none of them; names all of them, and the most similar one.
+    Raises ValueError when it is none of them; the line says what is named, such as ``scheme``, and
+    has all names, and the most similar one.
     """
     known = list(known)
     found = name if name in known else {plain(one): one for one in known}.get(plain(str(name)))

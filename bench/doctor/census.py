@@ -18,7 +18,7 @@ import mm3d  # noqa: F401  (before NumPy and MPI start: sets the variables that 
 import numpy as np
 
 from bench.instruments import host
-from mm3d import blas_kernels, control_groups, launcher
+from mm3d import control_groups, launcher
 from mm3d.arrays import backend as backends
 from mm3d.arrays.device_choice import gpu_of_rank
 from mm3d.console import protect, say
@@ -65,7 +65,7 @@ def own_gpu(gpus: list[str], comm) -> dict[str, str]:
 
 def best_kernels(cpuinfo: Path = host.CPUINFO) -> str:
     """Return the vector instructions that BLAS should use on this processor; "" if unknown."""
-    if blas_kernels.fastest_kernels(cpuinfo):
+    if launcher.fastest_kernels(cpuinfo):
         return "avx2"
     flags = host.processor_flags(cpuinfo)
     return next((name for name in ("avx512f", "avx2") if name in flags), "")

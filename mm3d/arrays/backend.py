@@ -88,12 +88,7 @@ class Backend:
     def gemm(self, a: Array, b: Array, out: Array, progress: Progress = None) -> Array:
         """Multiply matrices of one dtype into `out`, and return it; 16 bits are summed in float32.
 
-        Parameters
-        ----------
-        a, b, out : Array
-            (m, k), (k, n) and (m, n).
-        progress : callable, optional
-            Called after each panel of rows, so that collectives in flight make progress.
+        `progress` is called after each panel of rows, so that collectives in flight make progress.
         """
         if a.dtype.itemsize == 2:
             out[...] = np.matmul(a.astype(np.float32), b.astype(np.float32))
@@ -172,20 +167,11 @@ class Backend:
     # Devices: NumPy has none, so there is nothing to do here.
 
     def choose_device(self, number: int, counted: float) -> None:
-        """Use the device of the rank that has this number on its node, if there are devices.
+        """Use the device of the rank that has this `number` on its node, if there are devices.
 
-        Parameters
-        ----------
-        number : int
-            Number of the rank on its node, among the ranks of one communicator.
-        counted : float
-            Size of that communicator, infinite for the world.  After a choice among more ranks,
-            one among fewer is ignored.
-
-        Raises
-        ------
-        ValueError
-            When there are arrays on another device.
+        The ranks `counted` are those of one communicator, infinitely many for the world.  After a
+        choice among more ranks, one among fewer is ignored.  Raises ValueError when there are
+        arrays on another device.
         """
 
     def device_location(self) -> tuple[str, str] | None:
@@ -216,10 +202,7 @@ class Backend:
     def graph(self, step: Callable[[], Any]) -> Callable[[], Any]:
         """Record the device's work of `step`; return a callable that launches it as one graph.
 
-        Raises
-        ------
-        ValueError
-            When the library cannot record graphs.
+        Raises ValueError when the library cannot record graphs.
         """
         raise ValueError(f"backend {self.name!r} cannot record a step as a graph: choose 'cupy'")
 
@@ -236,18 +219,10 @@ def register(name: str, factory: Callable[[], Backend]) -> None:
 
 
 def get(name: str | Backend | None = None) -> Backend:
-    """Return a backend, made when it is first chosen.
+    """Return a backend, made when it is first chosen, by default by ``MM3D_BACKEND``, or NumPy's.
 
-    Parameters
-    ----------
-    name : str or Backend, optional
-        By default the name in ``MM3D_BACKEND``, or "numpy".  A Backend replaces the one of its
-        name: from then on arrays of its library belong to it.
-
-    Raises
-    ------
-    ValueError
-        When no backend has that name, or its library cannot be used here.
+    A Backend replaces the one of its name: from then on arrays of its library belong to it.
+    Raises ValueError when no backend has that name, or its library cannot be used here.
     """
     if isinstance(name, Backend):
         _backends[name.name] = name
@@ -262,13 +237,7 @@ def get(name: str | Backend | None = None) -> Backend:
 
 
 def backend_of(a: Array) -> Backend:
-    """Return the backend in use that `a` belongs to.
-
-    Raises
-    ------
-    TypeError
-        When it belongs to none.
-    """
+    """Return the backend in use that `a` belongs to; TypeError where it belongs to none."""
     if (owner := _owners.get(type(a))) is not None:    # models ask hundreds of times a step
         return owner
     for backend in _backends.values():

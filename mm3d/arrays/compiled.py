@@ -18,14 +18,6 @@ from mm3d.arrays.elementwise import GELU_CUBIC, GELU_SCALE
 from mm3d.arrays.numpy_kernels import MAX_EXPONENT, Array, Kernels
 
 CUBIC, LINEAR, SLOPE = -2 * GELU_SCALE * GELU_CUBIC, -2 * GELU_SCALE, 6 * GELU_SCALE * GELU_CUBIC
-LOG2_E = 1 / math.log(2)
-# The logarithm of 2 in two terms: an exponent times the first is exact.
-HIGH_32, HIGH_64 = 355 / 512, round(math.log(2) * 2 ** 32) / 2 ** 32
-LOW_32, LOW_64 = (math.log(2) - high + 2.319046813846e-17 for high in (HIGH_32, HIGH_64))
-ROUND_32, ROUND_64 = 1.5 * 2 ** 23, 1.5 * 2 ** 52    # a number plus it ends in an integer
-C2, C3, C4, C5, C6, C7, C8, C9, C10, C11, C12, C13 = (1 / math.factorial(n)
-                                                      for n in range(2, 14))
-
 
 EXACT = {"error_model": "numpy", "fastmath": False}
 # What a function calls becomes a part of it.  Else a process that compiles links the copy that it
@@ -49,90 +41,68 @@ def compiled(kinds: str) -> Callable:
     return njit([signature(float32), signature(float64)], cache=True, **EXACT)
 
 
+def _exponential(real: type, integer: type, least: float, terms: int, high: float) -> Callable:
+    """Return the function `exp` of one type; `high` is log 2, exact times an integer."""
+    digits, bias = integer(np.finfo(real).nmant), integer(np.finfo(real).maxexp - 1)
+    high, low = real(high), real(math.log(2) - high + 2.319046813846e-17)
+    log2_e, to_integer = real(1 / math.log(2)), real(1.5 * 2.0 ** digits)
+    first, *others = (real(1 / math.factorial(n)) for n in range(terms, 1, -1))
+    least, zero, one, others = real(least), real(0), real(1), tuple(others)
+
+    def exp_of(x):
+        whole = x * log2_e + to_integer    # a number that ends in an integer
+        n = whole - to_integer
+        r = x - n * high - n * low
+        y = first
+        for c in others:
+            y = c + y * r
+        y = one + (r + r * r * y)
+        power = integer((real(whole).view(integer) + bias) << digits).view(real)
+        return zero if x < least else y * power
+    return exp_of
+
+
+def _in_order(real: type, integer: type) -> tuple[Callable, Callable]:
+    """Return the functions `sortable` and `number_of` of one type."""
+    last, rest = integer(8 * real().itemsize - 1), np.iinfo(integer).max
+
+    def key_of(x):
+        bits = real(x).view(integer)
+        return integer(bits ^ ((bits >> last) & integer(rest)))
+
+    def number(key):
+        return integer(key ^ ((key >> last) & integer(rest))).view(real)
+    return key_of, number
+
+
+# By the bytes of a number.
+EXPONENTIALS = {4: _exponential(np.float32, np.int32, -87.33, 7, 355 / 512),
+                8: _exponential(np.float64, np.int64, -708.0, 13,
+                                round(math.log(2) * 2 ** 32) / 2 ** 32)}
+IN_ORDER = {4: _in_order(np.float32, np.int32), 8: _in_order(np.float64, np.int64)}
+
+
 def exp(x: float) -> float:
     """Return the exponential of x, from -inf to `MAX_EXPONENT`; 0 where it would be subnormal.
 
     It is 2^n exp(r) with the next integer n to x / log 2, and a Taylor series in the rest r.
     """
-    return (_exp_32 if x.itemsize == 4 else _exp_64)(x)
-
-
-@overload(exp, jit_options=INLINED)
-def _exp_of(x):
-    return _exp_32 if x.bitwidth == 32 else _exp_64
-
-
-def _exp_32(x):
-    whole = x * np.float32(LOG2_E) + np.float32(ROUND_32)
-    n = whole - np.float32(ROUND_32)
-    r = x - n * np.float32(HIGH_32) - n * np.float32(LOW_32)
-    y = np.float32(C6) + np.float32(C7) * r
-    y = np.float32(C5) + y * r
-    y = np.float32(C4) + y * r
-    y = np.float32(C3) + y * r
-    y = np.float32(C2) + y * r
-    y = np.float32(1) + (r + r * r * y)
-    power = np.int32((np.float32(whole).view(np.int32) + np.int32(127)) << np.int32(23)).view(
-        np.float32)
-    return np.float32(0) if x < np.float32(-87.33) else y * power
-
-
-def _exp_64(x):
-    whole = x * LOG2_E + ROUND_64
-    n = whole - ROUND_64
-    r = x - n * HIGH_64 - n * LOW_64
-    y = C12 + C13 * r
-    y = C11 + y * r
-    y = C10 + y * r
-    y = C9 + y * r
-    y = C8 + y * r
-    y = C7 + y * r
-    y = C6 + y * r
-    y = C5 + y * r
-    y = C4 + y * r
-    y = C3 + y * r
-    y = C2 + y * r
-    y = 1.0 + (r + r * r * y)
-    power = np.int64((np.float64(whole).view(np.int64) + 1023) << 52).view(np.float64)
-    return 0.0 if x < -708.0 else y * power
+    return EXPONENTIALS[x.itemsize](x)
 
 
 def sortable(x: float) -> int:
     """Return an integer for a number, in the same order; processors find the largest faster."""
-    return (_sortable_32 if x.itemsize == 4 else _sortable_64)(x)
+    return IN_ORDER[x.itemsize][0](x)
 
 
 def number_of(key: int) -> float:
     """Return the number that `sortable` returned `key` for."""
-    return (_number_32 if key.itemsize == 4 else _number_64)(key)
+    return IN_ORDER[key.itemsize][1](key)
 
 
-@overload(sortable, jit_options=INLINED)
-def _sortable_of(x):
-    return _sortable_32 if x.bitwidth == 32 else _sortable_64
-
-
-@overload(number_of, jit_options=INLINED)
-def _number_of(key):
-    return _number_32 if key.bitwidth == 32 else _number_64
-
-
-def _sortable_32(x):
-    bits = np.float32(x).view(np.int32)
-    return np.int32(bits ^ ((bits >> np.int32(31)) & np.int32(0x7fffffff)))
-
-
-def _sortable_64(x):
-    bits = np.float64(x).view(np.int64)
-    return np.int64(bits ^ ((bits >> 63) & 0x7fffffffffffffff))
-
-
-def _number_32(key):
-    return np.int32(key ^ ((key >> np.int32(31)) & np.int32(0x7fffffff))).view(np.float32)
-
-
-def _number_64(key):
-    return np.int64(key ^ ((key >> 63) & 0x7fffffffffffffff)).view(np.float64)
+overload(exp, jit_options=INLINED)(lambda x: EXPONENTIALS[x.bitwidth // 8])
+overload(sortable, jit_options=INLINED)(lambda x: IN_ORDER[x.bitwidth // 8][0])
+overload(number_of, jit_options=INLINED)(lambda key: IN_ORDER[key.bitwidth // 8][1])
 
 
 @inner

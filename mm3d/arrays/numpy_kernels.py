@@ -21,13 +21,8 @@ MAX_EXPONENT = 87.0    # exp of it, and the reciprocal, have full precision in f
 class Kernels:
     """Compute functions of `mm3d.model.functional`, which documents them, with NumPy.
 
-    `mm3d.arrays.compiled` replaces methods that take blocks.
-
-    Parameters
-    ----------
-    library : Backend
-        Its `empty` allocates memory.  Its `xp` has NumPy's functions with their ``out``: it is
-        NumPy, or a substitute in a dry run or while a step is observed.
+    `mm3d.arrays.compiled` replaces methods that take blocks.  The backend `library` allocates
+    memory; its `xp` is NumPy, or a substitute in a dry run or while a step is observed.
     """
 
     dtypes = (np.dtype(np.float32), np.dtype(np.float64))    # of arrays that the kernels take

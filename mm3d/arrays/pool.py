@@ -40,20 +40,12 @@ def size_class(length: int, granularity: int = GRANULARITY_BYTES) -> int:
 
 
 class IdleMemory:
-    """Hold pieces of memory that are not in use, by their size.
+    """Hold pieces of memory that are not in use, by their size; all together have `bytes`.
 
     Its state depends on the order of the calls alone: where ranks make the same calls, they keep
-    and release the same pieces.
-
-    Attributes
-    ----------
-    bytes : int
-        The size of all pieces together.
-    bound : int
-        Bytes that may be idle: twice the most recently in use, or `MIN_BOUND_BYTES`.  The most is
-        taken over the last one to two windows of `WINDOW_PIECES` pieces given back.  Twice,
-        because a step uses memory of different sizes at different times, and would lose some of
-        it each time.
+    and release the same pieces.  `bound` bytes may be idle: twice the most that were in use in the
+    last one to two windows of `WINDOW_PIECES` pieces given back, or `MIN_BOUND_BYTES`.  Twice, as
+    a step uses memory of different sizes at different times, and would lose some of it each time.
     """
 
     def __init__(self) -> None:
@@ -124,12 +116,8 @@ class Pool(IdleMemory):
     """Lend host memory to arrays, and reuse it as soon as no array refers to it.
 
     A training step allocates the same sizes again and again.  Every view of an array from `take`
-    keeps that array alive; when the last of them is gone its memory becomes idle.
-
-    Attributes
-    ----------
-    in_use, peak : int
-        Bytes lent now, and the most since `reset_peak`.
+    keeps that array alive; when the last of them is gone its memory becomes idle.  `in_use` bytes
+    are lent now, and `peak` is the most since `reset_peak`.
     """
 
     granularity = GRANULARITY_BYTES

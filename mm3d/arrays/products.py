@@ -8,21 +8,10 @@ from mm3d.arrays.backend import Array, Progress, accumulation_dtype, backend_of,
 
 def matmul(a: Array, b: Array, empty: Callable[..., Array] | None = None,
            progress: Progress = None) -> Array:
-    """Compute C = A B; the last dimension of A is summed with the first of B.
+    """Compute C = A B of A, (..., k), and B, (k, ...), of one dtype.
 
-    Parameters
-    ----------
-    a, b : Array
-        (..., k) and (k, ...), of one dtype.
-    empty : callable, optional
-        Allocates C from its shape and dtype; by default the backend does.
-    progress : callable, optional
-        See `Backend.gemm`.
-
-    Returns
-    -------
-    Array
-        The leading dimensions of A, then the trailing ones of B.
+    C has the leading dimensions of A, then the trailing ones of B.  `empty` allocates it from its
+    shape and dtype, by default the backend does; `progress` is as in `Backend.gemm`.
     """
     k, rows, outer = b.shape[0], a.shape[:-1], b.shape[1:]
     return _multiply(reshape(a, (math.prod(rows), k)), reshape(b, (k, math.prod(outer))),

@@ -30,20 +30,11 @@ def same_arguments(comm: MPI.Intracomm | DryCommunicator, call: str) -> Iterator
 
     Every rank enters the block, and puts its arguments into the dictionary that it gets, by name.
     An error in the block is raised when all ranks have met, so that none waits for another.  All
-    calls make the same small exchange, so ranks that make different ones find that out, too.
+    calls make the same small exchange, with the name of the `call`, so ranks that make different
+    ones find that out, too.
 
-    Parameters
-    ----------
-    comm : mpi4py.MPI.Intracomm or DryCommunicator
-        The ranks.
-    call : str
-        The name of the call, which is compared too.
-
-    Raises
-    ------
-    ValueError
-        On every rank alike, when arguments differ or some ranks refuse theirs; the error of the
-        block where all ranks raise the same.
+    Raises ValueError on every rank alike when arguments differ or some ranks refuse theirs, and
+    the error of the block where all ranks raise the same.
     """
     given: dict[str, Any] = {}
     problem, refused = None, {}

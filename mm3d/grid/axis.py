@@ -147,15 +147,11 @@ class Axis:
         the same on all ranks.  A root that is no rank raises ValueError; if ranks share memory, so
         does a difference, at the latest in the next collective that gathers or sums for all ranks.
         """
-        if self.size == 1:
-            return a
         return self._rooted("broadcast", self.transport.broadcast, a, root)
 
     def begin_broadcast(self, a: Array, root: int) -> Pending:
         """Start a `broadcast` that may run while this rank computes."""
-        if self.size == 1:
-            return Pending(a)
-        return self._rooted("broadcast", self.transport.begin_broadcast, a, root)
+        return self._rooted("broadcast", self.transport.begin_broadcast, a, root, Pending)
 
     def reduce(self, a: Array, root: int) -> Array | None:
         """Return the sum of `a` over all ranks on the rank `root`; None on the others.
@@ -163,13 +159,11 @@ class Axis:
         An `a` from `Split.reduce_term` may be overwritten.  Shape, dtype and root must be the same
         on all ranks, as for `broadcast`.
         """
-        return a if self.size == 1 else self._rooted("reduce", self.transport.reduce, a, root)
+        return self._rooted("reduce", self.transport.reduce, a, root)
 
     def begin_reduce(self, a: Array, root: int) -> Pending:
         """Start a `reduce` that may run while this rank computes."""
-        if self.size == 1:
-            return Pending(a)
-        return self._rooted("reduce", self.transport.begin_reduce, a, root)
+        return self._rooted("reduce", self.transport.begin_reduce, a, root, Pending)
 
     def all_to_all(self, a: Array, sends: list[int], receives: list[int], dim: int = 0) -> Array:
         """Send a block of `a` to every rank, and join the blocks that they send to this one.
@@ -229,9 +223,14 @@ class Axis:
             raise ValueError(f"an array {length} long does not fit blocks of {counts[:8]} on rank "
                              f"{self.rank} of {self.size} along {self.name}")
 
-    def _rooted(self, collective: str, call: Callable[[Array, int], Any], a: Array,
-                root: int) -> Any:
-        """Make a call of the transport that has one root, and count it; return its result."""
+    def _rooted(self, collective: str, call: Callable[[Array, int], Any], a: Array, root: int,
+                alone: Callable[[Array], Any] = lambda a: a) -> Any:
+        """Make a call of the transport that has one root, and count it; return its result.
+
+        On an axis of one rank it is `alone` of `a`.
+        """
+        if self.size == 1:
+            return alone(a)
         if not 0 <= root < self.size:    # in shared memory nobody would write the result
             raise ValueError(f"{collective} along {self.name}: no rank is root {root}, 0 to "
                              f"{self.size - 1} would do")

@@ -74,19 +74,9 @@ class GridShape(Mapping[str, int]):
 
     @classmethod
     def parse(cls, text: str, directions: str) -> "GridShape":
-        """Return the shape written as ``2x2x2`` or ``2 x 2 x 2``.
+        """Return the shape written as ``2x2x2`` or ``2 x 2 x 2``, of `directions` such as ``xyz``.
 
-        Parameters
-        ----------
-        text : str
-            The sizes, with an x between them.
-        directions : str
-            Their directions, as in ``"xyz"`` or ``"x y z"``.
-
-        Raises
-        ------
-        ValueError
-            When the text does not give an integer of at least 1 for each direction.
+        Raises ValueError when the text does not give an integer of at least 1 for each direction.
         """
         try:
             sizes = tuple(map(int, text.split("x"))) if text.strip() else ()
@@ -142,13 +132,7 @@ class GridShape(Mapping[str, int]):
         return math.prod(self.sizes[places[direction] + 1:])
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Return the coordinate along each direction of the rank numbered `rank`.
-
-        Raises
-        ------
-        ValueError
-            When the grid has no such rank.
-        """
+        """Return the coordinate of a rank along each direction; ValueError if there is none."""
         if not 0 <= rank < self.ranks:
             raise ValueError(f"a grid of {self} has the ranks 0 to {self.ranks - 1}, not {rank}")
         found = dict.fromkeys(self.directions, 0)
@@ -157,14 +141,9 @@ class GridShape(Mapping[str, int]):
         return found
 
     def rank(self, coordinates: Mapping[str, int]) -> int:
-        """Return the number of the rank at `coordinates`, which has every direction of the grid.
+        """Return the number of the rank at `coordinates`, which have every direction of the grid.
 
-        Raises
-        ------
-        KeyError
-            When a direction is missing.
-        ValueError
-            When a coordinate is not below the size of its direction.
+        Raises ValueError when one is not below the size of its direction.
         """
         number = 0
         for name, size in zip(self.directions, self.sizes):

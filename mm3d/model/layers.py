@@ -105,7 +105,7 @@ class Linear:
 
     def recompute_saved(self, x: Array, within: Pass | None = None) -> Any:
         """Recompute the data that `forward` saves, without y."""
-        return self.product.recompute_saved(x, self.weight)
+        return self.product.recompute_saved(x)
 
 
 class LayerNorm:

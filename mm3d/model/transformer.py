@@ -27,7 +27,7 @@ from mm3d.model.recomputation import parse_policy
 from mm3d.model.stack import Stack
 from mm3d.model.transformer_layers import transformer_layers
 from mm3d.schemes.overlap import Overlap
-from mm3d.schemes.passes import LaterWeight, Pass
+from mm3d.schemes.passes import LaterWeights, Pass
 from mm3d.schemes.scheme import Scheme
 
 
@@ -212,7 +212,7 @@ class Transformer(Trained):
         """
         return self._backward(dy, saved)
 
-    def _backward(self, dy: Array, saved: Any, later: list[LaterWeight] | None = None) -> Array:
+    def _backward(self, dy: Array, saved: Any, later: LaterWeights | None = None) -> Array:
         """Compute `backward`, or without the gradients of weights, which `later` then gets."""
         self._check_block("dy", dy)
         if self.dropout:
@@ -220,7 +220,7 @@ class Transformer(Trained):
         with self._begin_pass(backward=True, later=later) as within:
             return self.layers.backward(dy, saved, within)
 
-    def backward_input(self, dy: Array, saved: Any) -> tuple[Array, list[LaterWeight]]:
+    def backward_input(self, dy: Array, saved: Any) -> tuple[Array, LaterWeights]:
         """Compute the gradient of the input, without the gradients of weights.
 
         This and `backward_weights` are the two halves of `backward`, with the same results to the
@@ -232,24 +232,24 @@ class Transformer(Trained):
 
         Returns
         -------
-        dx, operands : Array, list of LaterWeight
+        dx, operands : Array, list
             This rank's block of the input's gradient; and the operands of the gradients of the
             weights.  These may contain `dy`, and the input of `forward`, which must not change
             before `backward_weights`; all other saved data can be dropped now.
         """
-        later: list[LaterWeight] = []
+        later: LaterWeights = []
         return self._backward(dy, saved, later), later
 
-    def backward_weights(self, operands: list[LaterWeight]) -> None:
+    def backward_weights(self, operands: LaterWeights) -> None:
         """Add to the gradients of the weights, from the operands that `backward_input` returned.
 
         Every rank must call it, since it communicates, once for each micro-batch.
         """
         with self._begin_pass(None) as within:
-            for one in operands:
-                one.layer.backward_weights(one.operands, within)
+            for layer, operands_of_layer in operands:
+                layer.backward_weights(operands_of_layer, within)
 
-    def _begin_pass(self, backward: bool | None, later: list[LaterWeight] | None = None) -> Pass:
+    def _begin_pass(self, backward: bool | None, later: LaterWeights | None = None) -> Pass:
         """Return one pass, a context; `backward` is None for the half that uses no weight."""
         shared = self.joined, backward is False, later
         if any(linear.product.overlap for linear in self.linears):

@@ -91,10 +91,18 @@ class CubeProduct(Product):
         self.overlap = overlap
         self.gathered_along = b
 
+    def ab(self, A: Operand, B: Operand) -> Array:
+        return ab(A, B, self.a, self.b, self.c)
+
+    def abt(self, dC: Operand, B: Operand) -> Array:
+        return abt(dC, B, self.c, self.b, self.a)
+
+    def atb(self, A: Operand, dC: Operand) -> Array:
+        return atb(A, dC, self.a, self.c, self.b, self.accumulate_float32)
+
     def forward(self, A: Array, B: Array) -> tuple[Array, Any]:
         A_il, B_lj = gather(A, self.a), gather(B, self.b)
-        C = ab(Gathered(A_il), Gathered(B_lj), self.a, self.b, self.c)
-        return C, self.kept(A, A_il, B, B_lj)
+        return self.ab(Gathered(A_il), Gathered(B_lj)), self.kept(A, A_il, B, B_lj)
 
     def kept(self, A: Array, A_il: Array | None, B: Operand,
              B_lj: Array) -> tuple[Operand, Gathered | None]:
@@ -104,23 +112,10 @@ class CubeProduct(Product):
 
     def backward_input(self, dC: Array, B: Array, saved: Any) -> tuple[Array, Any]:
         A, B_lj = saved
-        dC_ij = Gathered(gather(dC, self.c))
-        return abt(dC_ij, B if B_lj is None else B_lj, self.c, self.b, self.a), (A, dC_ij)
+        return super().backward_input(dC, B if B_lj is None else B_lj, A)
 
-    def backward_weights(self, operands: Any) -> Array:
-        A, dC_ij = operands
-        return atb(A, dC_ij, self.a, self.c, self.b, self.accumulate_float32)
-
-    def recompute_saved(self, A: Array, weight: Any) -> Any:
+    def recompute_saved(self, A: Array) -> Any:
         return A, None    # backward gathers them
-
-    def forward_transposed(self, C: Array, B: Array) -> Array:
-        return abt(C, B, self.c, self.b, self.a)
-
-    def backward_transposed(self, dA: Array, C: Array, B: Array) -> tuple[Array, Array]:
-        dA = Gathered(gather(dA, self.a))
-        return (ab(dA, B, self.a, self.b, self.c),
-                atb(dA, C, self.a, self.c, self.b, self.accumulate_float32))
 
 
 class CubeMatrixProduct(MatrixProduct):
@@ -177,7 +172,10 @@ class Cube(Scheme):
     title = "3-D"
     directions = "xyz"
     down_weight = "yx,z"
+    # The paper's B_lji has its columns divided by x.  Rows travel without being copied first.
+    layer_weight = "{of_A}x{commas}{of_C}"    # of B: what divides columns of A, and those of C
     matrix_product = CubeMatrixProduct
+    keep, overlap = "none", False    # unless options say other
 
     options = {
         "keep": Option("none", ("none", "weight", "both"),
@@ -191,7 +189,7 @@ class Cube(Scheme):
 
     def __init__(self, *given: Any, **options: Any) -> None:
         super().__init__(*given, **options)
-        if vars(self).get("overlap") == "auto":    # the subclass Faces has no such option
+        if self.overlap == "auto":
             self.overlap = self.grid.nodes > 1
 
     @classmethod
@@ -219,9 +217,9 @@ class Cube(Scheme):
         # from the same A_il: each stores some of its rows, and y gathers them.  Ranks along z have
         # terms of the same C_ij, for other l: z reduce-scatters its rows.
         y, z = target.features, source.features    # down, they are exchanged
-        middle = "," * (len(shape) - 1)
-        # The paper's B_lji has its columns divided by x.  Rows travel without being copied first.
-        weight = Layout(f"{z}x{middle}{y}", {0: units[0], len(shape) - 1: units[1]})
+        last = len(shape) - 1
+        weight = Layout(self.layer_weight.format(of_A=z, commas="," * last, of_C=y),
+                        {0: units[0], last: units[1]})
         return CubeProduct(source.rows_split(y), weight.split(self.grid, shape, "x"),
                            target.rows_split(z), weight, self.keep, self.overlap)
 

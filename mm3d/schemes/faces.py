@@ -13,11 +13,8 @@ of the next product, and gradients are products of the same three forms.
 
 from typing import Any, Mapping
 
-from mm3d.grid.activations import Space
-from mm3d.grid.layout import Layout
 from mm3d.schemes.closed_form import ON_FACES, Move, ProductShape
-from mm3d.schemes.cube import Cube, CubeMatrixProduct, CubeProduct
-from mm3d.schemes.product import Product
+from mm3d.schemes.cube import Cube, CubeMatrixProduct
 from mm3d.schemes.scheme import SpaceLayout
 
 
@@ -45,6 +42,7 @@ class Faces(Cube):
     name = "faces"
     title = "Faces"
     down_weight = "y,zx0"
+    layer_weight = "{of_A}{commas}{of_C}x0"
     matrix_product = FacesMatrixProduct
     options = {}
 
@@ -52,14 +50,6 @@ class Faces(Cube):
     def layouts(cls, sizes: dict[str, int], batch: int, seq: int,
                 **options: Any) -> tuple[SpaceLayout, SpaceLayout]:
         return ("xy0,", "z", "zx0y0", ""), ("xz0,", "y", "yx0z0", "")
-
-    def product(self, source: Space, target: Space, shape: tuple[int, ...],
-                units: tuple[int, int]) -> Product:
-        middle = "," * (len(shape) - 1)
-        weight = Layout(f"{source.features}{middle}{target.features}x0",
-                        {0: units[0], len(shape) - 1: units[1]})
-        return CubeProduct(source.rows_split(target.features), weight.split(self.grid, shape, "x"),
-                           target.rows_split(source.features), weight, keep="none")
 
     @classmethod
     def product_moves(cls, sizes: Mapping[str, int], product: ProductShape,

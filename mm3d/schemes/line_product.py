@@ -1,12 +1,10 @@
 """Multiply on a line of ranks that divide the weight, or that all do the same."""
 
-from typing import Any
-
 from mm3d.arrays.backend import Array
-from mm3d.arrays.products import matmul, matmul_nt
+from mm3d.arrays.products import matmul, matmul_nt, matmul_tn
 from mm3d.grid.axis import Axis
 from mm3d.grid.layout import Layout
-from mm3d.grid.split import Gathered, Split
+from mm3d.grid.split import Operand, Split, gather
 from mm3d.schemes.product import Product
 
 
@@ -49,23 +47,12 @@ class LineProduct(Product):
                  c: Split | Whole = Whole()) -> None:
         self.weight, self.a, self.c = weight, a, c
 
-    def forward(self, A: Array, B: Array) -> tuple[Array, Any]:
-        return self.c.reduce_scatter(matmul(self.a.all_gather(A), B)), A
+    def ab(self, A: Operand, B: Array) -> Array:
+        return self.c.reduce_scatter(matmul(gather(A, self.a), B))
 
-    def backward_input(self, dC: Array, B: Array, saved: Any) -> tuple[Array, Any]:
-        gathered = Gathered(self.c.all_gather(dC))
-        return self.a.reduce_scatter(matmul_nt(gathered.array, B)), (saved, gathered)
+    def abt(self, dC: Operand, B: Array) -> Array:
+        return self.a.reduce_scatter(matmul_nt(gather(dC, self.c), B))
 
-    def backward_weights(self, operands: Any) -> Array:
-        A, dC = operands
-        return self.weight_gradient(self.a.all_gather(A), dC.array)
-
-    def recompute_saved(self, A: Array, weight: Any) -> Any:
-        return A
-
-    def forward_transposed(self, C: Array, B: Array) -> Array:
-        return matmul_nt(self.c.all_gather(C), B)
-
-    def backward_transposed(self, dA: Array, C: Array, B: Array) -> tuple[Array, Array]:
-        dC = self.c.reduce_scatter(matmul(dA, B))
-        return dC, self.weight_gradient(dA, self.c.all_gather(C))
+    def atb(self, A: Operand, dC: Operand) -> Array:
+        return matmul_tn(gather(A, self.a), gather(dC, self.c), self.empty_gradient,
+                         self.accumulate_float32)

@@ -75,8 +75,8 @@ class MatrixProduct(ABC):
         self._splits: dict[str, Split] = {}
 
     def __repr__(self) -> str:
-        moves = self.forward_moves(self.grid.shape, self.form, self.shape)
-        words = "not stated" if moves is None else sum(move.words for move in moves)
+        words = sum(move.words for move in self.forward_moves(self.grid.shape, self.form,
+                                                              self.shape))
         rows = [f"\n  {name} {full} as {layout.spec!r}, here {layout.local_shape(self.grid, full)}"
                 + f", travels along {along}" * bool(along) for (name, full), layout, along in zip(
                     self.shapes.items(), self.layouts.values(), self.directions.values())]
@@ -95,13 +95,10 @@ class MatrixProduct(ABC):
         return self.observed_split(self._splits[name], name)
 
     @classmethod
+    @abstractmethod
     def forward_moves(cls, sizes: Mapping[str, int], form: str,
-                      shape: tuple[int, int, int]) -> list[Move] | None:
-        """List the collectives of `forward` on a grid of these sizes; None if not stated.
-
-        Their words, over all ranks, are exact for any sizes.
-        """
-        return None
+                      shape: tuple[int, int, int]) -> list[Move]:
+        """List the collectives of `forward` on a grid of these sizes, with exact words."""
 
     @abstractmethod
     def forward(self, A: Array, B: Array) -> Array:

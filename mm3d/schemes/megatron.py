@@ -57,10 +57,6 @@ class Megatron(Scheme):
     matrix_product = MegatronMatrixProduct
 
     @classmethod
-    def default_grid(cls, ranks: int) -> tuple[int, ...]:
-        return (ranks,)
-
-    @classmethod
     def layouts(cls, sizes: dict[str, int], batch: int, seq: int,
                 **options: Any) -> tuple[SpaceLayout, SpaceLayout]:
         return (",", "", "", ""), (",", "x", "x", "")

@@ -40,7 +40,7 @@ from mm3d.arrays.blocks import resized_shape
 from mm3d.arrays.products import matmul, matmul_nt, matmul_tn
 from mm3d.grid.axis import Pending
 from mm3d.grid.split import Gathered, Operand, Split, gather
-from mm3d.schemes.passes import LaterWeight, Pass, WeightedLayer
+from mm3d.schemes.passes import LaterWeights, Pass
 from mm3d.schemes.row_panels import RowPanels
 
 
@@ -53,9 +53,6 @@ def progress_of(*operands: Operand | None) -> Progress:
         if isinstance(operand, Pending) and operand.request is not None:
             return operand.progress
     return None
-
-
-WeightedPass = tuple[WeightedLayer, bool]    # a layer, and whether its backward is computed
 
 
 class Overlap(Pass):
@@ -73,9 +70,9 @@ class Overlap(Pass):
 
     sums_at_once = False
 
-    def __init__(self, passes: Sequence[WeightedPass], backend: Backend,
+    def __init__(self, passes: Sequence[tuple[Any, bool]], backend: Backend,
                  vectors: Mapping[int, Any] | None = None, gathers: bool = False,
-                 later: list[LaterWeight] | None = None) -> None:
+                 later: LaterWeights | None = None) -> None:
         super().__init__(vectors, gathers, later)
         self._passes, self._backend = passes, backend
         self._next = self._ahead = 0    # the next product, and the next weight to be gathered
@@ -102,7 +99,7 @@ class Overlap(Pass):
         if (move := progress_of(*self._begun)) is not None:
             move()
 
-    def forward(self, layer: WeightedLayer, A: Array) -> tuple[Array, Any]:
+    def forward(self, layer: Any, A: Array) -> tuple[Array, Any]:
         """Compute C = A B with the weight B of `layer`; return it with the data for backward."""
         B, product = self._weight(layer), layer.product
         C, saved = self._ab(product, A, B) if product.overlap else product.forward(A, B)
@@ -110,7 +107,7 @@ class Overlap(Pass):
         self._prefetch_from_here()
         return C, saved
 
-    def backward(self, layer: WeightedLayer, dC: Array, saved: Any) -> Array:
+    def backward(self, layer: Any, dC: Array, saved: Any) -> Array:
         """Compute dA = dC B^T with the weight B of `layer`; add dB to its gradient when summed."""
         if self.later is not None:
             return super().backward(layer, dC, saved)
@@ -120,7 +117,7 @@ class Overlap(Pass):
         self._begin_weight(layer.weight, dB)
         return dA
 
-    def backward_input(self, layer: WeightedLayer, dC: Array, saved: Any) -> tuple[Array, Any]:
+    def backward_input(self, layer: Any, dC: Array, saved: Any) -> tuple[Array, Any]:
         """Compute dA = dC B^T with the weight B of `layer`; return it with the operands of dB.
 
         Nothing is computed while dA is summed; the sum is nonblocking all the same, so that it
@@ -133,7 +130,7 @@ class Overlap(Pass):
         dA, dC_ij = self._abt(product, dC, B if B_lj is None else B_lj, self._prefetch)
         return dA.take(), (A, Gathered(dC_ij))
 
-    def backward_weights(self, layer: WeightedLayer, operands: Any) -> None:
+    def backward_weights(self, layer: Any, operands: Any) -> None:
         """Compute dB = A^T dC of the weight B of `layer`; add it to its gradient when summed."""
         product = layer.product
         self._begin_weight(layer.weight, self._atb(product, *operands) if product.overlap else
@@ -240,7 +237,7 @@ class Overlap(Pass):
                 panels.put_rows(A_il, n, A_n)
         return panels.join(sums), A_il
 
-    def _weight(self, layer: WeightedLayer) -> Array | Pending:
+    def _weight(self, layer: Any) -> Array | Pending:
         """Return the weight of `layer`, or the pending gather of it."""
         number, self._next = self._next, self._next + 1
         self._ahead = max(self._ahead, self._next)

@@ -5,26 +5,13 @@ of the model that are stored alike are gathered in one call, when the first of t
 the terms of their gradients are summed in one call, when the last one is there.
 """
 
-from dataclasses import dataclass
-from typing import Any, Mapping, Protocol
+from typing import Any, Mapping
 
 from mm3d.arrays.backend import Array
 from mm3d.grid.split import Gathered
 
 
-class WeightedLayer(Protocol):
-    """Describe the interface of a layer with a weight, such as `mm3d.model.layers.Linear`."""
-
-    product: Any
-    weight: Any
-
-
-@dataclass(frozen=True)
-class LaterWeight:
-    """Hold a layer, and the operands of the gradient of its weight."""
-
-    layer: WeightedLayer
-    operands: Any
+LaterWeights = list[tuple[Any, Any]]    # layers, and the operands of their weights' gradients
 
 
 class Pass:
@@ -37,14 +24,14 @@ class Pass:
     is joined with, in the order in which forward uses each of them once.  Others are gathered and
     summed alone.  `gathers` says whether the pass is forward: what backward recomputes is a part
     of a block alone, and gathers each vector when it is used.  A list `later` makes the pass the
-    first half of backward: the gradients of weights are put off, and it gets a `LaterWeight` for
-    each of them.
+    first half of backward, and gets what the second needs.  A layer with a weight has a `product`
+    and a `weight`, such as `mm3d.model.layers.Linear`.
     """
 
     sums_at_once = True    # as soon as all terms are there, not at the end of the pass
 
     def __init__(self, vectors: Mapping[int, Any] | None = None, gathers: bool = False,
-                 later: list[LaterWeight] | None = None) -> None:
+                 later: LaterWeights | None = None) -> None:
         self._vectors, self._gathers, self.later = vectors or {}, gathers, later
         self._gathered: dict[int, Gathered] = {}    # by the identity of the parameter
         self._terms: dict[Any, dict[Any, Array]] = {}    # by joined vectors, then by parameter
@@ -90,25 +77,25 @@ class Pass:
         for joined in [*self._terms]:
             self._sum(joined)
 
-    def forward(self, layer: WeightedLayer, A: Array) -> tuple[Array, Any]:
+    def forward(self, layer: Any, A: Array) -> tuple[Array, Any]:
         """Compute C = A B with the weight B of `layer`; return it with the data for backward."""
         return layer.product.forward(A, layer.weight.value)
 
-    def backward(self, layer: WeightedLayer, dC: Array, saved: Any) -> Array:
+    def backward(self, layer: Any, dC: Array, saved: Any) -> Array:
         """Compute dA = dC B^T with the weight B of `layer`; add dB to its gradient, or later."""
         if self.later is not None:
             dA, operands = self.backward_input(layer, dC, saved)
-            self.later.append(LaterWeight(layer, operands))
+            self.later.append((layer, operands))
             return dA
         dA, dB = layer.product.backward(dC, layer.weight.value, saved)
         layer.weight.accumulate(dB)
         return dA
 
-    def backward_input(self, layer: WeightedLayer, dC: Array, saved: Any) -> tuple[Array, Any]:
+    def backward_input(self, layer: Any, dC: Array, saved: Any) -> tuple[Array, Any]:
         """Compute dA = dC B^T with the weight B of `layer`; return it with the operands of dB."""
         return layer.product.backward_input(dC, layer.weight.value, saved)
 
-    def backward_weights(self, layer: WeightedLayer, operands: Any) -> None:
+    def backward_weights(self, layer: Any, operands: Any) -> None:
         """Compute dB = A^T dC of the weight B of `layer`; add it to its gradient."""
         layer.weight.accumulate(layer.product.backward_weights(operands))
 

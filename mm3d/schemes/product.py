@@ -4,18 +4,22 @@ from abc import ABC, abstractmethod
 from typing import Any, Callable
 
 from mm3d.arrays.backend import Array
-from mm3d.arrays.products import matmul_tn
 from mm3d.grid.layout import Layout
-from mm3d.grid.split import Split
+from mm3d.grid.split import Gathered, Operand, Split, gather
 
 
 class Product(ABC):
     """Compute the distributed C = A B of a linear layer, and its gradients.
 
+    A parallelism defines three forms: C = A B, dA = dC B^T and dB = A^T dC.  Operands and results
+    are this rank's blocks, in the layouts of A, B and C; some operands come `Gathered`.
+
     Attributes
     ----------
     weight : Layout
         Layout of B.
+    a, c : Split or None
+        How A and C are divided in the directions along which they are gathered, if they are.
     accumulate_float32 : bool
         Whether dB is computed, summed over the ranks and returned in float32 if the operands
         have 16 bits.
@@ -32,6 +36,8 @@ class Product(ABC):
     """
 
     weight: Layout
+    a: Split | None = None
+    c: Split | None = None
     accumulate_float32 = False
     empty_gradient: Callable[..., Array] | None = None
     overlap = False
@@ -44,47 +50,48 @@ class Product(ABC):
         self.empty_gradient = weight.empty_gradient
 
     @abstractmethod
+    def ab(self, A: Operand, B: Operand) -> Array:
+        """Compute C = A B."""
+
+    @abstractmethod
+    def abt(self, dC: Operand, B: Operand) -> Array:
+        """Compute dA = dC B^T."""
+
+    @abstractmethod
+    def atb(self, A: Operand, dC: Operand) -> Array:
+        """Compute dB = A^T dC."""
+
+    def gather_once(self, operand: Operand, split: Split | None) -> Operand:
+        """Gather an operand of two products once for both, in a scheme that gathers."""
+        return Gathered(gather(operand, split))
+
     def forward(self, A: Array, B: Array) -> tuple[Array, Any]:
-        """Compute this rank's block of C = A B; return it with the data that backward needs."""
+        """Compute C = A B; return it with the data that backward needs."""
+        return self.ab(A, B), A
 
     def backward(self, dC: Array, B: Array, saved: Any) -> tuple[Array, Array]:
-        """Compute dA = dC B^T and dB = A^T dC, in the layouts of A and B.
-
-        A product defines this or, if it can compute dB apart, both halves.
-        """
+        """Compute dA = dC B^T and dB = A^T dC."""
         dA, operands = self.backward_input(dC, B, saved)
         return dA, self.backward_weights(operands)
 
-    def backward_input(self, dC: Array, B: Array, saved: Any) -> tuple[Array, Any]:
-        """Compute dA = dC B^T; return it with the operands that `backward_weights` needs.
-
-        By default this is the whole `backward`, and what is kept for later is dB.
-        """
-        return self.backward(dC, B, saved)
+    def backward_input(self, dC: Array, B: Operand, saved: Any) -> tuple[Array, Any]:
+        """Compute dA = dC B^T; return it with the operands that `backward_weights` needs."""
+        dC = self.gather_once(dC, self.c)
+        return self.abt(dC, B), (saved, dC)
 
     def backward_weights(self, operands: Any) -> Array:
         """Compute dB = A^T dC from the operands that `backward_input` returned."""
-        return operands
+        return self.atb(*operands)
 
-    def weight_gradient(self, A: Array, dC: Array) -> Array:
-        """Compute dB = A^T dC on this rank alone, where no sum over ranks follows."""
-        return matmul_tn(A, dC, self.empty_gradient, self.accumulate_float32)
-
-    def recompute_saved(self, A: Array, weight: Any) -> Any:
-        """Recompute the data that `backward` needs, without C; `weight` is the parameter of B.
-
-        By default this is a forward whose C is discarded; a product that can avoid the work
-        overrides it, and does not read B.
-        """
-        return self.forward(A, weight.value)[1]
+    def recompute_saved(self, A: Array) -> Any:
+        """Return the data that `backward` needs, without C."""
+        return A
 
     def forward_transposed(self, C: Array, B: Array) -> Array:
-        """Compute A = C B^T, in the layouts of A, B and C: logits with an embedding's table.
-
-        Only products down have it, and its backward.
-        """
-        raise NotImplementedError(f"{type(self).__name__} has no product with B^T")
+        """Compute A = C B^T of a product down: logits with an embedding's table."""
+        return self.abt(C, B)
 
     def backward_transposed(self, dA: Array, C: Array, B: Array) -> tuple[Array, Array]:
         """Compute dC = dA B and dB = dA^T C, for A = C B^T."""
-        raise NotImplementedError(f"{type(self).__name__} has no product with B^T")
+        dA = self.gather_once(dA, self.a)
+        return self.ab(dA, B), self.atb(dA, C)

@@ -1,7 +1,6 @@
 """Divide the rows of A and of C = A B into panels: one travels while another is multiplied."""
 
 import math
-from typing import Any, Callable
 
 from mm3d.arrays.backend import Array
 from mm3d.arrays.blocks import resized_shape
@@ -15,14 +14,8 @@ class RowPanels:
     `a` divides the rows of A over one direction, and `c` the same rows of C over the other.  The
     rows are as many equal blocks as the least common multiple of the two sizes; panel n is the
     n-th part of each block.  So a panel of A is gathered, and one of C scattered, like the whole.
-
-    Attributes
-    ----------
-    count : int
-        Number of panels: the largest up to `most`, the number wanted, that divides all blocks
-        equally; 1 if there is none, or if both directions have one rank.
-    a, c : Split
-        How the rows of one panel are divided.
+    There are at most `most`, the largest `count` that divides all blocks equally; 1 if both
+    directions have one rank.  The attributes `a` and `c` divide the rows of one panel.
     """
 
     def __init__(self, a: Split, c: Split, most: int) -> None:
@@ -48,7 +41,11 @@ class RowPanels:
         C = backend.empty(resized_shape(shape, self.c.dim, shape[self.c.dim] * self.count),
                           sums[0].out.dtype)
         blocks = self._blocks // self.c.axis.size
-        return _JoinedPanels(C, sums, lambda n, rows: self._put(C, blocks, n, rows))
+
+        def join() -> None:
+            for n, panel in enumerate(sums):
+                self._put(C, blocks, n, panel.take())
+        return _JoinedPanels(C, join, sums[-1].request)
 
     def _put(self, whole: Array, blocks: int, n: int, rows: Array) -> None:
         place = self._view(whole, blocks)[self._index(n)]
@@ -66,25 +63,9 @@ class RowPanels:
 
 
 class _JoinedPanels(Pending):
-    """Hold the sums of all panels in flight, and the array in which they are joined."""
-
-    def __init__(self, out: Array, sums: list[Pending],
-                 put: Callable[[int, Array], Any]) -> None:
-        super().__init__(out, request=sums[-1].request)
-        self._sums, self._put = sums, put
-
-    @property
-    def done(self) -> bool:
-        """Return whether all panels are in their places."""
-        return not self._sums
-
-    def progress(self) -> None:
-        """Let MPI make progress on the last sum, and so on all."""
-        self._sums[-1].progress()
+    """Hold the sums of panels, which `finish` completes one by one; with the last one go all."""
 
     def wait(self) -> Array:
-        """Complete the sums, and return the joined array."""
-        for n, panel in enumerate(self._sums):
-            self._put(n, panel.take())
-        self._sums, self.request = [], None
+        self.finish()
+        self.finish = self.request = None
         return self.out

@@ -39,12 +39,12 @@ class GridAlgorithm(ABC):
     matrix_product: type[MatrixProduct] | None = None
 
     @classmethod
-    @abstractmethod
     def default_grid(cls, ranks: int) -> tuple[int, ...]:
-        """Return the default sizes of the directions for `ranks` ranks.
+        """Return the default sizes of the directions for `ranks` ranks, a line of all.
 
         Raises ValueError when there are none.
         """
+        return (ranks,)
 
     @classmethod
     def check_grid(cls, grid: GridShape) -> None:
@@ -150,10 +150,7 @@ class Scheme(GridAlgorithm):
     def complete_options(cls, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return all options of the scheme: the given ones, and the defaults of the others.
 
-        Raises
-        ------
-        ValueError
-            When an option is unknown, or has a value that is not among its choices.
+        Raises ValueError when an option is unknown, or has a value that is not among its choices.
         """
         found = {name: option.default for name, option in cls.options.items()}
         for name, value in sorted(options.items()):
@@ -211,10 +208,7 @@ class Scheme(GridAlgorithm):
     def grids(cls, ranks: int) -> list[GridShape]:
         """List all grids that the scheme can use on `ranks` ranks, by ascending sizes.
 
-        Raises
-        ------
-        ValueError
-            When there are none; it is the error of `default_grid`.
+        Raises the ValueError of `default_grid` when there are none.
         """
         found = []
         for shape in map(cls.grid_shape, factorizations(ranks, len(cls.directions))):

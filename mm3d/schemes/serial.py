@@ -19,10 +19,6 @@ class Serial(Scheme):
     divides_work = False
 
     @classmethod
-    def default_grid(cls, ranks: int) -> tuple[int, ...]:
-        return (ranks,)
-
-    @classmethod
     def layouts(cls, sizes: dict[str, int], batch: int, seq: int,
                 **options: Any) -> tuple[SpaceLayout, SpaceLayout]:
         return (",", "", "", ""), (",", "", "", "")

@@ -64,32 +64,23 @@ def atb(A: Array, B: Array, a: Split, b: Split, accumulate_float32: bool = False
 
 
 class SummaProduct(Product):
-    """Compute C = A B, dA = dC B^T and dB = A^T dC."""
+    """Compute C = A B, dA = dC B^T and dB = A^T dC by the algorithms of the three forms."""
 
-    ab, abt, atb = staticmethod(ab), staticmethod(abt), staticmethod(atb)    # the algorithms
+    def __init__(self, a: Split, b: Split, weight: Layout,
+                 algorithms: Mapping[str, Callable[..., Array]]) -> None:
+        self.a, self.b, self.weight, self.algorithms = a, b, weight, algorithms
 
-    def __init__(self, a: Split, b: Split, weight: Layout) -> None:
-        self.a, self.b, self.weight = a, b, weight
+    def ab(self, A: Array, B: Array) -> Array:
+        return self.algorithms["ab"](A, B, self.a, self.b)
 
-    def forward(self, A: Array, B: Array) -> tuple[Array, Any]:
-        return self.ab(A, B, self.a, self.b), A
+    def abt(self, dC: Array, B: Array) -> Array:
+        return self.algorithms["abt"](dC, B, self.a, self.b)
 
-    def backward_input(self, dC: Array, B: Array, saved: Any) -> tuple[Array, Any]:
-        return self.abt(dC, B, self.a, self.b), (saved, dC)
+    def atb(self, A: Array, dC: Array) -> Array:
+        return self.algorithms["atb"](A, dC, self.a, self.b, self.accumulate_float32)
 
-    def backward_weights(self, operands: Any) -> Array:
-        A, dC = operands
-        return self.atb(A, dC, self.a, self.b, self.accumulate_float32)
-
-    def recompute_saved(self, A: Array, weight: Any) -> Any:
-        return A
-
-    def forward_transposed(self, C: Array, B: Array) -> Array:
-        return self.abt(C, B, self.a, self.b)
-
-    def backward_transposed(self, dA: Array, C: Array, B: Array) -> tuple[Array, Array]:
-        return (self.ab(dA, B, self.a, self.b),
-                self.atb(dA, C, self.a, self.b, self.accumulate_float32))
+    def gather_once(self, operand: Array, split: Split | None) -> Array:
+        return operand    # its blocks are broadcast, one at a time
 
 
 class BlockMatrixProduct(MatrixProduct):
@@ -155,7 +146,6 @@ class Summa(Scheme):
     directions = "xy"
     down_weight = "x,y"
     matrix_product = SummaMatrixProduct
-    layer_product: type[SummaProduct] = SummaProduct    # of linear layers
 
     @classmethod
     def default_grid(cls, ranks: int) -> tuple[int, ...]:
@@ -181,32 +171,25 @@ class Summa(Scheme):
         last = len(shape) - 1
         weight = Layout("x" + "," * last + "y", {0: units[0], last: units[1]})
         a = Split(self.grid.y, -1, shape[0], units[0])
-        return self.layer_product(a, weight.split(self.grid, shape, "x"), weight)
+        return SummaProduct(a, weight.split(self.grid, shape, "x"), weight,
+                            self.matrix_product.ALGORITHMS)
 
     @classmethod
     def product_moves(cls, sizes: Mapping[str, int], product: ProductShape,
                       **options: Any) -> tuple[list[Move], list[Move]]:
-        """List q broadcasts of A and of B; backward adds q reductions of each gradient."""
-        A, B = cls._broadcasts(sizes, product)
-        return [A, B], [A, B, A._replace(collective="reduce"),
-                        *cls._gradient_sums(sizes, product)]
+        """List the broadcasts of A and of B; backward adds the sums of each gradient."""
+        A, B, *sums = cls._moves(sizes, product)
+        return [A, B], [A, B, A._replace(collective="reduce"), *sums]
 
     @classmethod
     def transposed_moves(cls, sizes: Mapping[str, int], product: ProductShape,
                          **options: Any) -> tuple[list[Move], list[Move]]:
-        """List q broadcasts of B and q reductions of A; backward broadcasts dA twice, and no C."""
-        A, B = cls._broadcasts(sizes, product)
-        return ([B, A._replace(collective="reduce")],
-                [A, B, A, *cls._gradient_sums(sizes, product)])
+        """List the broadcasts of B and the sums of A; backward broadcasts dA twice, and no C."""
+        A, B, *sums = cls._moves(sizes, product)
+        return [B, A._replace(collective="reduce")], [A, B, A, *sums]
 
     @classmethod
-    def _broadcasts(cls, sizes: Mapping[str, int], product: ProductShape) -> list[Move]:
-        """List q broadcasts of A along y, and q of B along x."""
-        q, (M, N, K) = sizes["x"], product.extents
-        return [Move("y", "broadcast", (q - 1) * M * N, q),
-                Move("x", "broadcast", (q - 1) * N * K, q)]
-
-    @classmethod
-    def _gradient_sums(cls, sizes: Mapping[str, int], product: ProductShape) -> list[Move]:
-        """List q reductions of dB along x."""
-        return [cls._broadcasts(sizes, product)[1]._replace(collective="reduce")]
+    def _moves(cls, sizes: Mapping[str, int], product: ProductShape) -> list[Move]:
+        """List the broadcasts of A and of B in A B, and the sums of dB = A^T dC."""
+        (M, N, K), moves = product.extents, cls.matrix_product.forward_moves
+        return moves(sizes, "ab", (M, N, K)) + moves(sizes, "atb", (N, M, K))[1:]

@@ -7,13 +7,12 @@ cannot communicate while ranks compute, each collective ends where it begins, as
 blocks of each kind are held instead of one.
 """
 
-
 from mm3d.arrays.backend import Array
 from mm3d.arrays.products import matmul, matmul_nt, matmul_tn
 from mm3d.grid.axis import Pending
 from mm3d.grid.split import Split
 from mm3d.schemes.overlap import progress_of
-from mm3d.schemes.summa import Summa, SummaMatrixProduct, SummaProduct
+from mm3d.schemes.summa import Summa, SummaMatrixProduct
 
 
 def ab(A: Array, B: Array, a: Split, b: Split) -> Array:
@@ -70,12 +69,6 @@ def _complete(summing: Pending | None, C: Array | None) -> Array | None:
     return C if total is None else total
 
 
-class PipelinedProduct(SummaProduct):
-    """Compute C = A B, dA = dC B^T and dB = A^T dC with blocks under way."""
-
-    ab, abt, atb = staticmethod(ab), staticmethod(abt), staticmethod(atb)
-
-
 class PipelinedMatrixProduct(SummaMatrixProduct):
     """Compute C = A B, A B^T or A^T B of matrices with blocks under way."""
 
@@ -89,4 +82,3 @@ class PipelinedSumma(Summa):
     name = "2d-pipelined"
     title = "2-D, pipelined"
     matrix_product = PipelinedMatrixProduct
-    layer_product = PipelinedProduct

@@ -18,7 +18,7 @@ from mm3d.arrays.backend import Array
 from mm3d.grid.activations import Space
 from mm3d.grid.axis import Axis
 from mm3d.grid.shape import GridShape
-from mm3d.schemes.closed_form import Move, ProductShape
+from mm3d.schemes.closed_form import Move
 from mm3d.schemes.matrix_product import element_counts
 from mm3d.schemes.product import Product
 from mm3d.schemes.scheme import SpaceLayout
@@ -30,16 +30,12 @@ class TesseractProduct(SummaProduct):
 
     operands = {**Product.operands, "depth": "B"}
 
-    def __init__(self, in_layer: SummaProduct, depth: Axis) -> None:
-        super().__init__(in_layer.a, in_layer.b, in_layer.weight)
+    def __init__(self, layer: SummaProduct, depth: Axis) -> None:
+        super().__init__(layer.a, layer.b, layer.weight, layer.algorithms)
         self.depth = depth
 
-    def backward_weights(self, operands: Any) -> Array:
-        return self.depth.all_reduce(super().backward_weights(operands))
-
-    def backward_transposed(self, dA: Array, C: Array, B: Array) -> tuple[Array, Array]:
-        dC, dB = super().backward_transposed(dA, C, B)
-        return dC, self.depth.all_reduce(dB)
+    def atb(self, A: Array, dC: Array) -> Array:
+        return self.depth.all_reduce(super().atb(A, dC))
 
 
 class TesseractMatrixProduct(SummaMatrixProduct):
@@ -54,7 +50,11 @@ class TesseractMatrixProduct(SummaMatrixProduct):
     @classmethod
     def forward_moves(cls, sizes: Mapping[str, int], form: str,
                       shape: tuple[int, int, int]) -> list[Move]:
-        """List SUMMA's collectives in each layer, and the sum of A^T B over the layers."""
+        """List SUMMA's collectives in each layer, and the sum of A^T B over the layers.
+
+        In a linear layer a rank moves 3 (q-1) (MN / (d q^2) + NK / q^2) + 2 (d-1)/d NK / q^2
+        words, forward and backward.
+        """
         d, (divided, copied) = sizes["z"], super().forward_moves(sizes, form, shape)
         moves = [divided, copied._replace(words=d * copied.words)]
         whole = 2 * (d - 1) * element_counts(form, shape)["C"]
@@ -109,19 +109,3 @@ class Tesseract(Summa):
     def product(self, source: Space, target: Space, shape: tuple[int, ...],
                 units: tuple[int, int]) -> Product:
         return TesseractProduct(super().product(source, target, shape, units), self.grid.z)
-
-    @classmethod
-    def _broadcasts(cls, sizes: Mapping[str, int], product: ProductShape) -> list[Move]:
-        """List `Summa`'s broadcasts: A, whose rows the layers share, and B once in each layer."""
-        A, B = super()._broadcasts(sizes, product)
-        return [A, B._replace(words=B.words * sizes["z"])]
-
-    @classmethod
-    def _gradient_sums(cls, sizes: Mapping[str, int], product: ProductShape) -> list[Move]:
-        """List q reductions of dB in each layer, and its sum over the layers.
-
-        A rank moves 3 (q-1) (MN / (d q^2) + NK / q^2) + 2 (d-1)/d NK / q^2 words in A B, forward
-        and backward.
-        """
-        whole = 2 * (sizes["z"] - 1) * product.N * product.K
-        return [*super()._gradient_sums(sizes, product), Move("z", "all_reduce", whole)]

@@ -15,7 +15,6 @@ from mm3d.model.architecture import Architecture
 from mm3d.model.parameters import Parameter
 from mm3d.model.layers import make_norm
 from mm3d.model.transformer import Transformer
-from mm3d.schemes.product import Product
 from mm3d.training.schedules import Schedule
 
 
@@ -106,19 +105,10 @@ def build_ends(schedule: Schedule, stage: int, chunks: list[Transformer], vocab:
 
 
 def check_scheme(scheme: Any, tied: bool) -> None:
-    """Raise ValueError for a scheme that lacks what a GPT needs beyond a Transformer.
-
-    That is the layout of the table, and with a tied head products with it transposed.
-    """
-    missing = [] if hasattr(scheme, "down_weight") else ["down_weight"]
-    if tied:
-        outer, inner = scheme.spaces(1, 1)
-        product = type(scheme.product(inner, outer, (1, 1), (1, 1)))
-        missing += [name for name in ("forward_transposed", "backward_transposed")
-                    if getattr(product, name) is getattr(Product, name)]
-    if missing:
-        raise ValueError(f"scheme {scheme.name!r} has no {' and no '.join(missing)}: a "
-                         f"{'tied ' * tied}GPT needs it, another scheme would do")
+    """Raise ValueError for a scheme that says no layout of an embedding's table."""
+    if not hasattr(scheme, "down_weight"):
+        raise ValueError(f"scheme {scheme.name!r} has no down_weight: a {'tied ' * tied}GPT needs "
+                         f"it, another scheme would do")
 
 
 def check_vocabulary(vocab: int, label_smoothing: float, z_loss: float) -> None:

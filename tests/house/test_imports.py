@@ -18,7 +18,7 @@ import mm3d
 from support import ROOT, run_python
 
 FLOORS = {
-    "mm3d": ["console names", "blas_kernels control_groups", "launcher shared_room",
+    "mm3d": ["console names", "control_groups", "launcher shared_room",
              "mpi_start guard child_process", "arrays", "transport", "grid", "schemes", "model",
              "config", "tracing training", "checkpoints", "hugging_face", "pretrained",
              "selftest", "__init__", "examples"],

@@ -94,37 +94,27 @@ def test_one_rank_keeps_all_its_threads(node):
     assert variables == {"MPI_LOCALNRANKS": "1"}
 
 
-@pytest.mark.parametrize("own, launcher, ranks, allocated, threads, oversubscribed", [
-    (1, 2, 2, None, 1, False),      # a core each
-    (8, 64, 4, None, 8, False),     # eight each, of more than they share
-    (8, 64, 4, 32, 8, False),       # Slurm: eight of the job's cores each
-    (8, 64, 4, 8, 2, False),        # Slurm: all share what the job has
-    (32, 64, 4, None, 16, False),   # bound by socket, two on each
-    (2, 64, 4, 2, 1, True),
-])
-def test_bound_ranks(node, own, launcher, ranks, allocated, threads, oversubscribed):
-    node(own, launcher)
+@pytest.mark.parametrize("own, launcher, quota, ranks, allocated, cores, threads", [
+    (1, 2, None, 2, None, 2, 1),      # a core each
+    (8, 64, None, 4, None, 64, 8),    # eight each, of more than they share
+    (8, 64, None, 4, 32, 32, 8),      # Slurm: eight of the job's cores each
+    (8, 64, None, 4, 8, 8, 2),        # Slurm: all share what the job has
+    (32, 64, None, 4, None, 64, 16),  # bound by socket, two on each
+    (2, 64, None, 4, 2, 2, 1),
+    (8, 8, 0.5, 1, None, 1, 1), (8, 8, 2.5, 1, None, 2, 2), (8, 8, 2.5, 2, None, 2, 1),
+    (8, 8, 2.5, 3, None, 2, 1), (8, 8, 64.0, 2, None, 8, 4)])
+def test_bound_ranks_and_a_quota(node, own, launcher, quota, ranks, allocated, cores, threads):
+    node(own, launcher, quota)
     variables = {"MPI_LOCALNRANKS": str(ranks)}
     if allocated:
         variables["SLURM_CPUS_ON_NODE"] = str(allocated)
+    assert environment.cores(variables) == cores
     assert environment.blas_threads(variables) == threads
-    assert environment.oversubscribed(variables) == oversubscribed
-
-
-@pytest.mark.parametrize("quota, ranks, cores, threads, oversubscribed", [
-    (0.5, 1, 1, 1, False),
-    (2.5, 1, 2, 2, False),
-    (2.5, 2, 2, 1, False),
-    (2.5, 3, 2, 1, True),
-    (64.0, 2, 8, 4, False),
-])
-def test_a_quota_limits_the_cores(node, quota, ranks, cores, threads, oversubscribed):
-    node(8, quota=quota)
-    variables = {"MPI_LOCALNRANKS": str(ranks)}
-    assert (environment.cores(variables), environment.allowed_cores(variables)) == (cores, 8)
-    assert environment.process_cores() == cores
-    assert environment.oversubscribed(variables) == oversubscribed
-    assert environment.set_defaults(variables)["OMP_NUM_THREADS"] == str(threads)
+    assert environment.oversubscribed(variables) == (ranks > cores)
+    if quota:
+        assert environment.allowed_cores(variables) == 8
+        assert environment.process_cores() == cores
+        assert environment.set_defaults(variables)["OMP_NUM_THREADS"] == str(threads)
 
 
 def test_what_the_user_has_set_stays(node):
@@ -233,3 +223,39 @@ def test_this_run_itself_has_what_it_should():
         assert os.environ.keys() >= BLAS.keys() or "OMP_NUM_THREADS" in os.environ
     if environment.oversubscribed():
         assert os.environ.keys() >= environment.YIELD_SETTINGS.keys()
+
+
+ZEN4 = """processor\t: 0
+vendor_id\t: AuthenticAMD
+cpu family\t: 25
+model\t\t: 17
+flags\t\t: fpu avx2 avx512f avx512dq
+
+processor\t: 1
+"""
+
+
+@pytest.mark.parametrize("was, now, kernels", [
+    ("", "", "Haswell"),
+    (" avx512f avx512dq\n\n", "\n\nflags\t\t: avx512f\n", None),    # Zen 3
+    ("family\t: 25", "family\t: 26", None),                          # Zen 5
+    ("AuthenticAMD", "GenuineIntel", None)])
+def test_kernels_of_256_bits_are_the_fastest_on_zen_4_alone(tmp_path, was, now, kernels):
+    """The first processor speaks for all."""
+    file = tmp_path / "cpuinfo"
+    file.write_text(ZEN4.replace(was, now))
+    assert environment.fastest_kernels(file) == kernels
+    assert environment.fastest_kernels(tmp_path / "none") is None
+
+
+def test_they_are_chosen_before_numpy_starts_unless_the_user_has(tmp_path, monkeypatch):
+    file = tmp_path / "cpuinfo"
+    file.write_text(ZEN4)
+    late, chosen, user = {}, {}, {"OPENBLAS_CORETYPE": "SkylakeX"}
+    monkeypatch.setitem(sys.modules, "numpy", object())    # which has started OpenBLAS
+    environment.set_kernels(late, file)
+    monkeypatch.delitem(sys.modules, "numpy")
+    environment.set_kernels(chosen, file)
+    environment.set_kernels(user, file)
+    assert late == {} and chosen == {"OPENBLAS_CORETYPE": "Haswell"}
+    assert user == {"OPENBLAS_CORETYPE": "SkylakeX"}

@@ -11,7 +11,8 @@ from bench.reports.figures import by_scheme, style
 from mm3d.grid.grid import Grid
 from mm3d.grid.shape import GridShape
 from mm3d.model import cost
-from mm3d.schemes.products_alone import PRODUCTS_ALONE, algorithms_with_products
+from mm3d.schemes import registry
+from mm3d.schemes.products_alone import algorithms_with_products
 from mm3d.tracing.dry_arrays import DryBackend
 from mm3d.transport.communicators import DryCommunicator
 
@@ -40,7 +41,7 @@ def draw_words_against_ranks(record: Measurements):
         alone = list(lines.values()).count(points) == 1
         panel.plot(*zip(*points), color=colour, zorder=2 + below / 9,
                    linewidth=1.6 if alone else WIDTHS[min(below, len(WIDTHS) - 1)],
-                   linestyle=":" if name in PRODUCTS_ALONE else "-",
+                   linestyle="-" if name in registry() else ":",
                    label="_" if name in names else name)
         drawn.append(points)
         if name in names:

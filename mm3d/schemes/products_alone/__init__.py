@@ -1,4 +1,4 @@
-"""Collect products of plain matrices by algorithms without layers, one file each.
+"""Collect products of plain matrices by algorithms without layers.
 
 They are for comparison with the products of schemes: no model is divided by them here.
 """
@@ -7,20 +7,7 @@ import importlib
 import pkgutil
 
 from mm3d.schemes import registry
-from mm3d.schemes.scheme import GridAlgorithm
-
-PRODUCTS_ALONE: dict[str, type["ProductAlone"]] = {}    # by name
-
-
-class ProductAlone(GridAlgorithm):
-    """Multiply plain matrices over a grid by an algorithm without layers: the base class.
-
-    Defining a subclass registers it under its `name`; it has a `matrix_product`.
-    """
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        PRODUCTS_ALONE[cls.name] = cls
+from mm3d.schemes.scheme import GridAlgorithm, Scheme
 
 
 def algorithms_with_products() -> dict[str, type[GridAlgorithm]]:
@@ -28,5 +15,6 @@ def algorithms_with_products() -> dict[str, type[GridAlgorithm]]:
     """
     for module in pkgutil.iter_modules(__path__):
         importlib.import_module(f"{__name__}.{module.name}")
+    alone = {cls.name: cls for cls in GridAlgorithm.__subclasses__() if cls is not Scheme}
     return ({name: cls for name, cls in registry().items() if cls.matrix_product}
-            | dict(sorted(PRODUCTS_ALONE.items())))
+            | dict(sorted(alone.items())))

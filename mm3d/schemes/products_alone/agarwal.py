@@ -15,7 +15,7 @@ from mm3d.arrays.blocks import block_indices
 from mm3d.grid.split import Split
 from mm3d.schemes.closed_form import Move
 from mm3d.schemes.cube import Cube, CubeMatrixProduct
-from mm3d.schemes.products_alone import ProductAlone
+from mm3d.schemes.scheme import GridAlgorithm
 
 
 class OrderedSums:
@@ -60,14 +60,11 @@ class AgarwalMatrixProduct(CubeMatrixProduct):
         return [*gathers, scatter._replace(collective="all_to_all")]
 
 
-class Agarwal(ProductAlone):
+class Agarwal(GridAlgorithm):
     """Gather both operands on an X x Y x Z grid, and add terms in the order of the ranks."""
 
     name = "agarwal"
     title = "Agarwal"
     directions = "xyz"
     matrix_product = AgarwalMatrixProduct
-
-    @classmethod
-    def default_grid(cls, ranks: int) -> tuple[int, ...]:
-        return Cube.default_grid(ranks)
+    default_grid = Cube.default_grid

@@ -171,12 +171,6 @@ def test_arrays_and_grids_that_do_not_fit_a_layout_are_refused(spec, shape, mess
             layout.shard(np.zeros(shape), grid)
 
 
-def test_a_wrong_block_is_refused():
-    with on_grid(MPI.COMM_SELF, 1, 1, 1) as grid:
-        with pytest.raises(ValueError, match=r"the block of an array of \(8, 8\) in layout"):
-            mm3d.Layout("xy,z").unshard(np.zeros((9, 9)), grid, (8, 8))
-
-
 @pytest.mark.ranks(2)
 def test_a_block_that_is_wrong_on_one_rank_is_refused_on_all(comm):
     with on_grid(comm, x=comm.size) as grid:

@@ -64,24 +64,20 @@ def test_texts_are_written():
     assert repr(shape) == "GridShape('dxyz', (2, 2, 16, 1))"
 
 
-@pytest.mark.parametrize("text, directions, match", [
+@pytest.mark.parametrize("sizes, directions, match", [
     ("2xax2", "xyz", "'2xax2' is no shape of a grid: give sizes as in 2x2x2"),
     ("2.5x2", "xy", "is no shape of a grid"), ("2x", "xy", "is no shape of a grid"),
     ("2x0x2", "xyz", "sizes of at least 1, not y=0"), ("2x-2", "xy", "not y=-2"),
     ("2x2x2x2", "xyz", "4 sizes, 2 x 2 x 2 x 2, for the 3 grid directions x, y, z"),
     ("2x2", "xyz", "2 sizes, 2 x 2, for the 3 grid directions x, y, z"),
-    ("2x2", "xx", "one appears twice")])
-def test_texts_that_are_no_shape_are_refused(text, directions, match):
+    ("2x2", "xx", "one appears twice"), ((2, 2), ("xy", "z"), "single letters .* not xy=2"),
+    ((2, 2), ("", "z"), "not =2"), ((2, 2), "x,", "single letters"),
+    ((2, 2.0), "xy", "not y=2.0"), ((2,), "xy", "1 sizes, 2, for the 2 grid")])
+def test_what_is_no_shape_is_refused(sizes, directions, match):
+    """Written, or as sizes and directions."""
     with pytest.raises(ValueError, match=match):
-        GridShape.parse(text, directions)
-
-
-@pytest.mark.parametrize("directions, sizes, match", [
-    (("xy", "z"), (2, 2), "single letters .* not xy=2"), (("", "z"), (2, 2), "not =2"),
-    ("x,", (2, 2), "single letters"), ("xy", (2, 0), "not y=0"), ("xy", (2, 2.0), "not y=2.0"),
-    ("xyx", (2, 2, 2), "one appears twice"), ("xy", (2,), "1 sizes, 2, for the 2 grid")])
-def test_directions_and_sizes_that_are_none_are_refused(directions, sizes, match):
-    with pytest.raises(ValueError, match=match):
+        if isinstance(sizes, str):
+            GridShape.parse(sizes, directions)
         GridShape(directions, sizes)
 
 

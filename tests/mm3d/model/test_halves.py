@@ -10,8 +10,6 @@ import mm3d
 from mirror import mirrored
 from mm3d.arrays import backend
 from mm3d.model import cost
-from mm3d.schemes.line_product import LineProduct
-from mm3d.schemes.product import Product
 from mm3d.tracing import dry_run
 from mm3d.tracing.events import Boundary
 from mm3d.tracing.observe import observed
@@ -157,24 +155,3 @@ def test_observers_see_the_halves():
     assert {part for phase, part, event in trace.events
             if phase == "backward_weights" and not isinstance(event, Boundary)} == {
                 "attention.qkv", "attention.proj", "mlp.up", "mlp.down"}
-
-
-class Undivided(LineProduct):
-    """A product that does not say how its backward is divided."""
-
-    backward_input, backward_weights = Product.backward_input, Product.backward_weights
-
-    def backward(self, dC, B, saved):
-        dA, operands = LineProduct.backward_input(self, dC, B, saved)
-        return dA, LineProduct.backward_weights(self, operands)
-
-
-def test_a_product_that_does_not_say_how_is_not_divided():
-    """Its backward is done in the first half, and what is kept is the gradient of the weight."""
-    with Parallelism("serial").on(mm3d.grid.grid.MPI.COMM_SELF, "numpy") as scheme:
-        expected = passes(mm3d.Transformer(scheme, **SIZES["even"]), "Fa Fb Fc Da Db Dc")
-        model = mm3d.Transformer(scheme, **SIZES["even"])
-        for linear in model.linears:
-            linear.product.__class__ = Undivided
-        assert different(of_three(model, "abc"), expected) == []
-        assert different(of_three(model, "cab"), expected) != []

@@ -11,8 +11,6 @@ from mm3d.arrays import backend
 from mm3d.model import cost
 from mm3d.model.recomputation import POLICIES, parse_policy
 from mm3d.model.chains import Recomputed
-from mm3d.schemes.line_product import LineProduct
-from mm3d.schemes.product import Product
 from mm3d.tracing import dry_run
 from mm3d.tracing.observe import observed
 from mm3d.tracing.trace import Trace
@@ -166,29 +164,6 @@ def test_tracing_tells_what_is_computed_again(comm):
                 f"layers.{n}.{part} again" for n in (1, 0)
                 for part in ("mlp", "mlp", "attention", "attention")]
         assert not any(name.startswith("reduce-scatter d") for name in first)
-
-
-class Forgetful(LineProduct):
-    """A product that does not say how what it saves is found again."""
-
-    recompute_saved = Product.recompute_saved
-
-
-def test_a_scheme_that_does_not_say_how_multiplies_again():
-    """A product of somebody's own: its forward is done again, and the results are right."""
-    expected, counts = [], []
-    for kind in (LineProduct, Forgetful):
-        with Parallelism("serial").on(mm3d.grid.grid.MPI.COMM_SELF, "numpy") as scheme:
-            model = mm3d.Transformer(scheme, **MODELS["even"], recompute="full")
-            trace = Trace()
-            for linear in model.linears:
-                linear.product.__class__ = kind
-            with observed(scheme.grid, trace, model):
-                expected.append(passes(model, "Fa Da"))
-            counts.append(trace.flops_again())
-    assert not different(*expected)
-    size = MODELS["even"]
-    assert counts[1] - counts[0] == 16 * size["batch"] * size["seq"] * size["hidden"] ** 2
 
 
 def test_a_recomputed_chain_holds_nothing():

@@ -7,7 +7,6 @@ from mm3d import ModelSizes
 from mm3d.grid.split import FaceSplit
 from mm3d.model import cost
 from mm3d.tracing import dry_run
-from models import SIZES
 from reference import every_grid, grids, integers
 
 EVEN = dict(layers=1, hidden=64, heads=8, batch=16, seq=8)
@@ -58,15 +57,3 @@ def test_the_first_rank_holds_as_many_times_the_mean_as_the_grid_is_wide(field):
 def test_weights_and_vectors_are_stored_once():
     stored = sum(memory("faces", (2, 1, 3), "parameters"))
     assert stored == 2 * 4 * cost.parameters(ModelSizes(**EVEN))
-
-
-@pytest.mark.ranks(8)
-def test_ranks_off_the_faces_do_no_elementwise_work(comm):
-    """But for the operands of products, which they receive, and vectors."""
-    scheme = mm3d.scheme("faces", comm, backend="numpy")
-    model = mm3d.Transformer(scheme, **SIZES["even"])
-    y, saved = model.forward(model.random("x"))
-    on_face = scheme.grid.coords["y"] == 0
-    assert (y.size > 0) == on_face
-    held = comm.allgather(model.saved_bytes(saved))
-    assert held.index(max(held)) == 0 and held[-1] < 0.1 * held[0]

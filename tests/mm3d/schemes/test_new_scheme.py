@@ -6,15 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from bench.instruments import placement
-from bench.prediction import machine_model, memory_fit, planner, work, work_list
+from bench.prediction import machine_model, planner, work_list
 from bench.prediction.closed_form_plan import screen_grid, screen_grids
 from bench.records import run_file
-from mm3d.model.sizes import ModelSizes
 from mm3d.model.stack import Stack
 from mm3d.schemes import find_scheme
 from mm3d.schemes.closed_form import ProductShape
-from mm3d.schemes.matrix_product import FORMS
 from mm3d.schemes.scheme import REGISTERED
 from mm3d.tracing import dry_run
 from mm3d.tracing.events import Gemm
@@ -182,29 +179,6 @@ def test_another_name_is_among_all_candidates_and_trials(renamed):
     known, new = ([replace(one, scheme="") for one in works if one.scheme == name]
                   for name in renamed)
     assert known == new and {one.kind for one in new} == {"matmul", "layer"}
-
-
-@pytest.mark.slow_but_first
-@pytest.mark.parametrize("renamed", ["1d", "2d", "3d"], indirect=True)
-@pytest.mark.parametrize("ranks", [16, 64])
-def test_under_another_name_a_scheme_has_the_same_predictions(renamed, ranks):
-    """Dry runs of a model and of products, the seconds of both, where ranks are placed, and what
-    is computed again to fit."""
-    sizes = dict(layers=2, hidden=120, heads=5, batch=7, seq=9)
-    for grid in find_scheme(renamed[0]).grids(ranks)[1::9] or [None]:
-        grid = grid or find_scheme("renamed").grid_shape(
-            find_scheme(renamed[0]).default_grid(ranks))
-        found = []
-        for name in renamed:
-            run = dry_run.trace_step(name, ranks, grid, ranks - 1, **sizes)
-            works = [work.Work("layer", name, grid, (120, 5, 7, 9, 2)),
-                     *(work.Work("matmul", name, grid, (33, 26, 21), form) for form in FORMS)]
-            found.append([run.events, run.traffic, run.peak, run.saved,
-                          [work.predict_seconds(LONGHORN, one, "float32") for one in works],
-                          placement.direction_order("auto", name, grid,
-                                                    ModelSizes(**sizes)),
-                          memory_fit.choose_policy(name, grid, Stack(**sizes), 2 ** 16)])
-        assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("name, ranks", [(name, ranks) for name, cls in REGISTERED.items()

@@ -358,20 +358,6 @@ def test_a_layer_that_is_looked_at_has_its_whole_gradient(comm):
     assert all(check.passed for check in checks)
 
 
-def test_a_linear_layer_alone_overlaps_nothing():
-    """Without a pass that says what comes next; a gradient is there when backward returns."""
-    with mirrored("3d", (2, 2, 2), overlap=True) as (scheme, in_flight):
-        outer, inner = scheme.spaces(8, 4)
-        layer = Linear(Builder(scheme, outer, inner, np.float32), "alone", "up", (16, 16))
-        for p in layer.parameters:
-            p.value[...] = 1
-        x = np.ones(outer.local_shape(16), np.float32)
-        y, saved = layer.forward(x)
-        assert in_flight == [] and (y == 17).all()
-        assert (layer.backward(y, saved) == 17 * 16).all() and in_flight == []
-        assert (layer.weight.grad == 17 * 8 * 4).all()
-
-
 @pytest.mark.parametrize("rows", [0, 1, 95, 97, 500, 768, 769, 5000])
 def test_panels_are_whole_blocks_of_rows(monkeypatch, rows):
     """BLAS rounds in another way in a block of rows that is cut short, some kernels do."""

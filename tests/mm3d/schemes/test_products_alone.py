@@ -8,7 +8,7 @@ import pytest
 import mm3d
 from bench.experiments.products.problem import Problem, product_grid
 from bench.records.kinds.products import copied_along
-from mm3d.schemes.products_alone import PRODUCTS_ALONE, algorithms_with_products
+from mm3d.schemes.products_alone import algorithms_with_products
 from mm3d.tracing.dry_arrays import DryBackend
 from mm3d.transport.communicators import DryCommunicator
 from products import FORMS
@@ -20,7 +20,7 @@ every_form = pytest.mark.parametrize("form", FORMS)
 # Other schemes have tests of their own.
 every_name = pytest.mark.parametrize("name", [
     pytest.param(name, marks=[pytest.mark.slow] * (
-        name not in {*PRODUCTS_ALONE, "2.5d", "2d-pipelined", "faces"}))
+        name in {*mm3d.SCHEMES} - {"2.5d", "2d-pipelined", "faces"}))
     for name in NAMES])
 
 
