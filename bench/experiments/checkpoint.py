@@ -22,7 +22,7 @@ from bench.instruments.timing import Limits
 from bench.records.assembly import make_record
 from bench.records.measurements import Check, Measurements
 from mm3d.checkpoints.stored_arrays import stored_arrays
-from mm3d.model.initial_values import draw_normal
+from mm3d.model.draws import draw_normal
 
 OPERATIONS = ("save", "restore", "disk write", "disk read")
 CHUNK = 1 << 23    # bytes of one write or read of the disk itself

@@ -17,7 +17,7 @@ from mm3d.names import check_name
 from mm3d.pretrained.shapes import parameter_shapes
 from mm3d.schemes import find_scheme
 from mm3d.training.schedules import Times, build, time_actions
-from mm3d.training.schedules.search import least_cost
+from mm3d.training.schedules.builders.auto import least_cost
 
 ExactNumber = int | Fraction
 ROUTED = (".experts.up.", ".experts.down.")    # in names of parameters that not all tokens use

@@ -9,7 +9,7 @@ from mm3d.grid.axis import Axis
 from mm3d.grid.layout import Layout
 from mm3d.grid.split import Split
 from mm3d.model.experts.totals import Routings
-from mm3d.model.masks import MaskKey
+from mm3d.model.draws import MaskKey
 from mm3d.model.parameters import Parameter
 from mm3d.schemes.scheme import Scheme
 
@@ -33,28 +33,12 @@ class ExpertRanks:
 class Builder:
     """Make the parameters of layers on one rank, and name layers in the model.
 
-    Parameters
-    ----------
-    scheme : Scheme
-        Supplies the grid and the products.
-    outer, inner : Space
-        The spaces of activations outside and inside a pair of linear layers.
-    dtype : dtype
-        Type of parameters and activations.
-    master : dtype, optional
-        Type of masters and gradients; by default `dtype`, without separate masters.
-    mask_key : MaskKey, optional
-        Key of the masks of dropout; layers with dropout need it.
-    parameter : callable
-        Makes the parameters: `Parameter`, or another with the same arguments, such as one that
-        replicas of the model divide.
-    expert_ranks : ExpertRanks, optional
-        Ranks outside the grid that tokens and experts are divided among; by default none.
-
-    Attributes
-    ----------
-    routings : Routings
-        What the layers with experts share.
+    `scheme` supplies the grid and the products; `outer` and `inner` are the spaces of activations
+    outside and inside a pair of linear layers; parameters and activations are of `dtype`, masters
+    and gradients of `master`, by default without separate masters.  Layers with dropout need the
+    key of its masks.  `parameter` makes the parameters: `Parameter`, or another with the same
+    arguments, such as one that replicas of the model divide.  By default no `expert_ranks` outside
+    the grid divide tokens and experts.  `routings` is what the layers with experts share.
     """
 
     def __init__(self, scheme: Scheme, outer: Space, inner: Space, dtype: Any,

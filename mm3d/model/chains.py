@@ -48,16 +48,23 @@ def _apply_layers(layers: Sequence[Layer], x: Array,
 
 
 class Residual(Chain):
-    """Compute x + f(x), where f is the chain of the given layers."""
+    """Compute x + f(x), or x + dropout(f(x)), where f is the chain of the given layers."""
+
+    def __init__(self, *layers: Layer, dropout: Any = None) -> None:
+        super().__init__(*layers)
+        self.dropout = dropout    # a `mm3d.model.dropout.Dropout`, or None
 
     def forward(self, x: Array, within: Pass | None = None) -> tuple[Array, Any]:
         """Compute x + f(x)."""
         y, saved = super().forward(x, within)
+        if self.dropout is not None:
+            y = self.dropout.apply(y, y)
         return backend_of(y).add_to(y, x), saved
 
     def backward(self, dy: Array, saved: Any, within: Pass | None = None) -> Array:
         """Compute dy plus the gradient through f."""
-        dx = super().backward(dy, saved, within)
+        dx = super().backward(dy if self.dropout is None else self.dropout.backward(dy, None),
+                              saved, within)
         return backend_of(dx).add_to(dx, dy)
 
 

@@ -1,6 +1,6 @@
 """Define dropout, with masks that are the same on every grid.
 
-A mask is never stored: backward draws it again (`mm3d.model.masks`), so dropout saves no words and
+A mask is never stored: backward draws it again (`mm3d.model.draws`), so dropout saves no words and
 moves none.  Dropout of attention probabilities is not offered: they are computed in blocks that
 exist for a moment, and again in backward.
 """
@@ -9,11 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from mm3d.arrays.backend import Array, backend_of, host_dtype, namespace
+from mm3d.arrays.backend import Array, host_dtype, namespace
 from mm3d.grid.activations import Space
-from mm3d.model.chains import Chain, Residual
-from mm3d.model.layers import Layer
-from mm3d.model.masks import BITS, MaskKey, draw_kept, dropped_of_65536
+from mm3d.model.draws import BITS, MaskKey, draw_kept, dropped_of_65536
 from mm3d.model.parameters import Parameter
 from mm3d.schemes.passes import Pass
 
@@ -67,22 +65,3 @@ class Dropout:
                           (rows, slice(run.start, run.stop), features), self.dropped)
                 for run in self.space.runs(held)]
         return np.concatenate(kept, axis=1) * self.scale
-
-
-class DropoutResidual(Residual):
-    """Compute x + dropout(f(x)), where f is the chain of the given layers."""
-
-    def __init__(self, dropout: Dropout, *layers: Layer) -> None:
-        super().__init__(*layers)
-        self.dropout = dropout
-
-    def forward(self, x: Array, within: Pass | None = None) -> tuple[Array, Any]:
-        """Compute x + dropout(f(x))."""
-        y, saved = Chain.forward(self, x, within)
-        y = self.dropout.apply(y, y)
-        return backend_of(y).add_to(y, x), saved
-
-    def backward(self, dy: Array, saved: Any, within: Pass | None = None) -> Array:
-        """Compute dy plus the gradient through dropout and f."""
-        dx = Chain.backward(self, self.dropout.backward(dy, None), saved, within)
-        return backend_of(dx).add_to(dx, dy)

@@ -26,12 +26,8 @@ class Embedding:
     row, and one the position's.  Where products gather the weight along another direction, the
     tables are gathered there.
 
-    Parameters
-    ----------
-    build : Builder
-        Makes E and P; x is in its outer space.
-    vocab, seq, hidden : int
-        Global sizes of the tables, vocab x hidden and seq x hidden; seq is None without P.
+    `build` makes E, vocab x hidden, and P, seq x hidden, globally; seq is None without P.  x is in
+    the outer space.
     """
 
     def __init__(self, build: Builder, vocab: int, seq: int | None, hidden: int) -> None:

@@ -59,21 +59,17 @@ def scale_rows(a: Array, b: Array, out: Array) -> Array:
 
 
 @prefer_backend_kernel
+def scale_add_rows(a: Array, b: Array, c: Array, out: Array) -> Array:
+    """Compute a * b + c, both vectors with every row of `a`; parameters as in `add_rows`."""
+    return add_rows(scale_rows(a, b, out), c, out)
+
+
+@prefer_backend_kernel
 def sum_rows(a: Array, keep_float32: bool = False) -> Array:
-    """Sum all rows of `a`, with at least float32 precision.
+    """Sum all rows of `a`, (..., local features), with at least float32 precision.
 
-    Parameters
-    ----------
-    a : Array
-        (..., local features).
-    keep_float32 : bool
-        Whether the sum is returned in the type in which it was computed, float32 or wider, instead
-        of the dtype of `a`.
-
-    Returns
-    -------
-    Array
-        (local features,).
+    The result, (local features,), is of the dtype of `a`; or with `keep_float32` of the type in
+    which it was computed, float32 or wider.
     """
     return _sum_terms(keep_float32, lambda u: u, a)
 
@@ -82,6 +78,12 @@ def sum_rows(a: Array, keep_float32: bool = False) -> Array:
 def sum_products(a: Array, b: Array, keep_float32: bool = False) -> Array:
     """Sum a * b over all rows; shapes and dtypes as in `sum_rows`."""
     return _sum_terms(keep_float32, lambda u, v: u * v, a, b)
+
+
+@prefer_backend_kernel
+def sum_rows_and_products(a: Array, b: Array, keep_float32: bool = False) -> tuple[Array, Array]:
+    """Sum a, and a * b, over all rows; shapes and dtypes as in `sum_rows`."""
+    return sum_rows(a, keep_float32), sum_products(a, b, keep_float32)
 
 
 def upcast(a: Array) -> Array:
@@ -164,23 +166,9 @@ def normalize_forward(x: Array, features: int, eps: float, total: Callable[[Arra
     The variance is computed in a second pass, from deviations from the mean, so that a large mean
     causes no cancellation.  Source: Ba, Kiros and Hinton, arXiv 1607.06450.
 
-    Parameters
-    ----------
-    x : Array
-        (..., local features).
-    features : int
-        Global number of features.
-    eps : float
-        Added to the variance.
-    total : callable
-        Sums an array of row sums over the ranks that share the rows, ``total(sums) -> sums``.
-    out : Array
-        Receives the normalized rows.
-
-    Returns
-    -------
-    xhat, rstd : Array
-        `out`, and 1 / sqrt(variance + eps) as (..., 1) in float32 at least.
+    x is (..., local features), of so many `features` globally; ``total(sums)`` sums an array of
+    row sums over the ranks that share the rows.  Returns `out`, which receives the normalized
+    rows, and 1 / sqrt(variance + eps) as (..., 1) in float32 at least.
     """
     library, xp = backend_of(x), namespace(x)
     mean = total(sum_row(xp, x)) / features
@@ -222,24 +210,11 @@ def attention_forward(q: Array, k: Array, v: Array, first: int, causal: bool,
     Only a few heads of one sequence are computed at a time, so that the scores of all heads are
     never stored at once.  Source: Vaswani et al., arXiv 1706.03762.
 
-    Parameters
-    ----------
-    q : Array
-        (batch, queries, heads, d), local: the sequences, positions and heads of this rank.
-    k, v : Array
-        (batch, positions, heads, d): all positions of these sequences.
-    first : int
-        Position of the first query in its sequence, for the causal mask.
-    causal : bool
-        Whether a query attends only to its own position and those before it.
-    out : Array
-        Receives the result; same shape as q.
-
-    Returns
-    -------
-    out, lse : Array
-        The result, and the logarithm of each row's sum of exponentials, (batch, heads, queries),
-        in float32 at least.
+    q and `out`, which receives the result, are (batch, queries, heads, d), local: the sequences,
+    positions and heads of this rank; k and v are (batch, positions, heads, d), all positions of
+    these sequences.  `first` is the position of the first query in its sequence; with `causal` a
+    query attends only to its own position and those before it.  Returns `out`, and the logarithm
+    of each row's sum of exponentials, (batch, heads, queries), in float32 at least.
     """
     return attend(q, k, v, causal_mask(q, k, first) if causal else None, out)
 
@@ -269,16 +244,8 @@ def attention_backward(do: Array, q: Array, k: Array, v: Array, lse: Array, firs
     """Compute dq, dk and dv of `attention_forward` in the arrays of these names.
 
     The probabilities P are recomputed from `lse`.  Then dV = P^T dO, dP = dO V^T,
-    dS = P (dP - rowsum(P dP)) / sqrt(d), dQ = dS K and dK = dS^T Q.
-
-    Parameters
-    ----------
-    do, dq : Array
-        Shape of q.
-    q, k, v, lse, first, causal
-        Arguments and result of `attention_forward`.
-    dk, dv : Array
-        Shape of k: gradients at all positions, from the queries of this rank.
+    dS = P (dP - rowsum(P dP)) / sqrt(d), dQ = dS K and dK = dS^T Q.  dk and dv, of the shape of k,
+    are gradients at all positions, from the queries of this rank.
     """
     attend_backward(do, (q, k, v), lse, causal_mask(q, k, first) if causal else None,
                     (dq, dk, dv))

@@ -1,4 +1,4 @@
-"""Define the layers of a Transformer, once for every scheme.
+"""Define the layers of a Transformer but attention, once for every scheme.
 
 ``forward(x) -> (y, saved)``; ``backward(dy, saved) -> dx`` adds to the gradients of the
 parameters.  Layers keep no state between the two, so many micro-batches can be in flight.  An
@@ -16,9 +16,10 @@ Arrays are this rank's blocks.  Activations have the shape (batch, positions, ..
 global one divided as the space says, and the dtype of the model.
 """
 
+import math
 from typing import Any, Callable, Protocol
 
-from mm3d.arrays.backend import Array, accumulation_dtype, backend_of, namespace
+from mm3d.arrays.backend import Array, accumulation_dtype, backend_of, namespace, reshape
 from mm3d.arrays.elementwise import row_blocks
 from mm3d.grid.activations import Space
 from mm3d.model import functional
@@ -26,8 +27,7 @@ from mm3d.model.architecture import Architecture
 from mm3d.model.builder import Builder
 from mm3d.model.functional import prefer_backend_kernel, sum_row, upcast
 from mm3d.model.parameters import Parameter
-from mm3d.model.vectors import (Vector, add_backward, add_forward, add_gelu_backward,
-                                add_gelu_forward, scale_backward, scale_forward)
+from mm3d.model.vectors import Vector
 from mm3d.schemes.passes import ALONE, Pass
 
 
@@ -48,23 +48,11 @@ class Layer(Protocol):
 class Linear:
     """Compute y = x W + b, from one space into the other.
 
-    Parameters
-    ----------
-    build : Builder
-        Makes W and b.
-    name : str
-        Name of the layer in its block, such as "mlp.up".
-    way : {"up", "down"}
-        "up" from the outer space into the inner one, "down" back.
-    shape : tuple of int
-        Global shape of W: (in, out), or (in, n, out) for n products with the same x, such as
-        queries, keys and values.
-    unit : int
-        Number of neighbouring features in the inner space that stay together, such as a head's.
-    adds_bias : bool
-        Whether the layer adds b; otherwise a `Gelu` that follows adds it.
-    has_bias : bool
-        Whether there is b at all.
+    `build` makes W and b; `name` is that of the layer in its block, such as "mlp.up".  The `way`
+    "up" leads from the outer space into the inner one, "down" back.  The global `shape` of W is
+    (in, out), or (in, n, out) for n products with the same x, such as queries, keys and values.
+    So many neighbouring features as `unit` stay together in the inner space, such as a head's.
+    Without `adds_bias` a `Gelu` that follows adds b; without `has_bias` there is none.
     """
 
     def __init__(self, build: Builder, name: str, way: str, shape: tuple[int, ...], unit: int = 1,
@@ -88,15 +76,16 @@ class Linear:
         shared = within or ALONE
         y, saved = shared.forward(self, x)
         if self.adds_bias:
-            y = add_forward(y, shared.vector_of(self.bias), self.vector, out=y)
+            rows, b_l = _rows(y), shared.vector_of(self.bias, self.vector)
+            functional.add_rows(rows, reshape(b_l, (b_l.size,)), out=rows)
         return y, saved
 
     def backward(self, dy: Array, saved: Any, within: Pass | None = None) -> Array:
         """Compute dx = dy W^T; add dW and db to the gradients."""
         shared = within or ALONE
         if self.adds_bias:
-            shared.accumulate_terms(self.bias, self.vector,
-                                    add_backward(dy, self.bias.has_master))
+            shared.accumulate_terms(self.bias, self.vector, reshape(
+                functional.sum_rows(_rows(dy), self.bias.has_master), dy.shape[2:]))
         return shared.backward(self, dy, saved)
 
     def backward_weights(self, operands: Any, within: Pass) -> None:
@@ -106,6 +95,11 @@ class Linear:
     def recompute_saved(self, x: Array, within: Pass | None = None) -> Any:
         """Recompute the data that `forward` saves, without y."""
         return self.product.recompute_saved(x)
+
+
+def _rows(a: Array) -> Array:
+    """View `a` as (batch, positions, features), with its feature dimensions joined."""
+    return reshape(a, (*a.shape[:2], math.prod(a.shape[2:])))
 
 
 class LayerNorm:
@@ -131,18 +125,21 @@ class LayerNorm:
         xhat = self.space.grid.backend.empty(x.shape, x.dtype)    # never gathered, unlike y
         xhat, rstd = self.normalize[0](x, self.hidden, self.eps, self.space.sum_features, xhat)
         y = self.empty(x.dtype)
-        gamma, *beta = ((within or ALONE).vector_of(one) for one in self.parameters)
-        y, gamma_l = scale_forward(xhat, gamma, self.vector, y, *beta)
-        return y, (xhat, rstd, gamma_l)
+        gamma_l, *beta_l = ((within or ALONE).vector_of(one, self.vector)
+                            for one in self.parameters)
+        scale = functional.scale_add_rows if beta_l else functional.scale_rows
+        return scale(xhat, gamma_l, *beta_l, out=y), (xhat, rstd, gamma_l)
 
     def backward(self, dy: Array, saved: Any, within: Pass | None = None) -> Array:
         """Compute dx; add the gradients of gamma and beta."""
-        xhat, rstd, gamma_l = saved
-        dxhat, dgamma, *dbeta = scale_backward(dy, xhat, gamma_l, self.empty(dy.dtype),
-                                               self.weight.has_master, self.bias is not None)
+        (xhat, rstd, gamma_l), dxhat, shared = saved, self.empty(dy.dtype), within or ALONE
+        sums = functional.sum_products if self.bias is None else functional.sum_rows_and_products
+        found = sums(dy, xhat, self.weight.has_master)
+        functional.scale_rows(dy, gamma_l, out=dxhat)
+        *dbeta, dgamma = [found] if self.bias is None else found
         for term in dbeta:
-            (within or ALONE).accumulate_terms(self.bias, self.vector, term)
-        (within or ALONE).accumulate_terms(self.weight, self.vector, dgamma)
+            shared.accumulate_terms(self.bias, self.vector, term)
+        shared.accumulate_terms(self.weight, self.vector, dgamma)
         return self.normalize[1](dxhat, xhat, rstd, self.hidden, self.space.sum_features,
                                  out=dxhat)
 
@@ -164,16 +161,16 @@ class Gelu:
         """Compute GELU(x + b); save x and the gathered b_l."""
         if self.bias is None:
             return functional.gelu_forward(x, out=self.empty(x.dtype)), (x, None)
-        y, b_l = add_gelu_forward(x, (within or ALONE).vector_of(self.bias), self.vector,
-                                  out=self.empty(x.dtype))
-        return y, (x, b_l)
+        y, b_l = self.empty(x.dtype), (within or ALONE).vector_of(self.bias, self.vector)
+        return functional.bias_gelu_forward(x, b_l, out=y), (x, b_l)
 
     def backward(self, dy: Array, saved: Any, within: Pass | None = None) -> Array:
         """Compute dx = dy GELU'(x + b); add db to the gradient of the bias."""
         x, b_l = saved
         if b_l is None:
             return functional.gelu_backward(dy, x, out=self.empty(dy.dtype))
-        dx, db = add_gelu_backward(dy, x, b_l, self.empty(dy.dtype), self.bias.has_master)
+        dx, db = functional.bias_gelu_backward(dy, x, b_l, self.empty(dy.dtype),
+                                               self.bias.has_master)
         (within or ALONE).accumulate_terms(self.bias, self.vector, db)
         return dx
 
@@ -226,3 +223,70 @@ def make_norm(build: Builder, name: str, hidden: int,
     """Make the norm of an architecture; parameters as in `LayerNorm`."""
     kind = RMSNorm if architecture.norm == "rms" else LayerNorm
     return kind(build, name, hidden, architecture.epsilon)
+
+
+@prefer_backend_kernel
+def swiglu_forward(x: Array, out: Array) -> Array:
+    """Compute SiLU(g) u = g s u, where s = 1 / (1 + exp(-g)), for x = (g, u).
+
+    x is (..., 2, features), and `out`, which receives the result, (..., features).  Source:
+    Shazeer, arXiv 2002.05202.
+    """
+    library, xp = backend_of(x), namespace(x)
+    for g, u, y in row_blocks(library, x[..., 0, :], x[..., 1, :], out):
+        g, u = upcast(g), upcast(u)
+        y[...] = xp.astype(g * sigmoid(xp, g) * u, y.dtype, copy=False)
+    return out
+
+
+@prefer_backend_kernel
+def swiglu_backward(dy: Array, x: Array, out: Array) -> Array:
+    """Compute dg = dy u s (1 + g (1 - s)) and du = dy g s in `out`, both as x has g and u."""
+    library, xp = backend_of(x), namespace(x)
+    for d, g, u, dg, du in row_blocks(library, dy, x[..., 0, :], x[..., 1, :], out[..., 0, :],
+                                      out[..., 1, :]):
+        d, g, u = upcast(d), upcast(g), upcast(u)
+        s = sigmoid(xp, g)
+        dg[...] = xp.astype(d * u * s * (1 + g * (1 - s)), dg.dtype, copy=False)
+        du[...] = xp.astype(d * g * s, du.dtype, copy=False)
+    return out
+
+
+def sigmoid(xp: Any, a: Array) -> Array:
+    """Compute 1 / (1 + exp(-a)); this form of it overflows nowhere."""
+    return 0.5 + 0.5 * xp.tanh(0.5 * a)
+
+
+class SwiGLU:
+    """Compute SiLU(g) u from (g, u), (batch, seq, 2, features), in one space; save both."""
+
+    parameters: list[Parameter] = []
+
+    def __init__(self, space: Space, features: int) -> None:
+        self.empty, self.empty_both = space.allocator(features), space.allocator(2, features)
+
+    def forward(self, x: Array, within: Pass | None = None) -> tuple[Array, Any]:
+        """Compute SiLU(g) u; save x."""
+        return swiglu_forward(x, out=self.empty(x.dtype)), x
+
+    def backward(self, dy: Array, saved: Any, within: Pass | None = None) -> Array:
+        """Compute the gradients of g and u, (batch, seq, 2, features)."""
+        return swiglu_backward(dy, saved, out=self.empty_both(dy.dtype))
+
+
+def perceptron_layers(build: Builder, name: str, hidden: int, inner: int, gates: int,
+                      has_bias: bool) -> list[Layer]:
+    """Make two products and the function between them: GELU, or SiLU that gates a third.
+
+    Names of parameters begin with `name`, such as "mlp".  There are `inner` features between the
+    products, globally; `gates` are the products up, 2 where one gates the other.
+    """
+    if gates == 2:
+        up = Linear(build, f"{name}.up", "up", (hidden, 2, inner), has_bias=has_bias)
+        between = build.named(SwiGLU(build.inner, inner), f"{name}.swiglu", "swiglu")
+    else:
+        up = Linear(build, f"{name}.up", "up", (hidden, inner), adds_bias=False,
+                    has_bias=has_bias)
+        between = build.named(Gelu(up, build.inner, inner), f"{name}.gelu", "gelu")
+    return [up, between, Linear(build, f"{name}.down", "down", (inner, hidden),
+                                has_bias=has_bias)]

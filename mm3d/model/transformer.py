@@ -18,14 +18,12 @@ from mm3d.model.chains import Chain, saved_bytes, vectors_of, weighted_products
 from mm3d.model.definition import define_transformer
 from mm3d.model.experts.options import check_experts_given
 from mm3d.model.experts.totals import Routings
-from mm3d.model.initial_values import (InitialValues, draw_normal, draw_parameter,
-                                       varied_values)
-from mm3d.model.joined_vectors import join_vectors
-from mm3d.model.masks import MaskKey
+from mm3d.model.draws import InitialValues, MaskKey, draw_normal, draw_parameter, varied_values
 from mm3d.model.parameters import Parameter, Trained
 from mm3d.model.recomputation import parse_policy
 from mm3d.model.stack import Stack
 from mm3d.model.transformer_layers import transformer_layers
+from mm3d.model.vectors import join_vectors
 from mm3d.schemes.overlap import Overlap
 from mm3d.schemes.passes import LaterWeights, Pass
 from mm3d.schemes.scheme import Scheme
@@ -52,7 +50,7 @@ class Transformer(Trained):
         Makes the parameters, see `mm3d.model.builder.Builder`.
     initial_values : callable
         Mean and 1 / deviation of each parameter; by default
-        `mm3d.model.initial_values.varied_values`, so that checks are sensitive to all of them.
+        `mm3d.model.draws.varied_values`, so that checks are sensitive to all of them.
     expert_ranks : ExpertRanks, optional
         Ranks with other sequences of the same batch, and the ranks that divide the experts.
     context : Context, optional

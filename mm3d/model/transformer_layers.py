@@ -5,13 +5,12 @@ from typing import Sequence
 from mm3d.model.attention.layer import Attention, RingAttention
 from mm3d.model.builder import Builder
 from mm3d.model.chains import Chain, Recomputed, Residual
-from mm3d.model.dropout import Dropout, DropoutResidual
+from mm3d.model.dropout import Dropout
 from mm3d.model.experts.options import ExpertOptions
-from mm3d.model.layers import Layer, Linear, make_norm
+from mm3d.model.layers import Layer, Linear, make_norm, perceptron_layers
 from mm3d.model.recomputation import parse_policy
 from mm3d.model.rotary import Rotary, Turns
 from mm3d.model.stack import Stack
-from mm3d.model.swiglu import perceptron_layers
 
 
 def transformer_layers(build: Builder, stack: Stack, part: range | None = None) -> list[Layer]:
@@ -58,10 +57,9 @@ def _layer(build: Builder, stack: Stack, selective: bool,
         if selective and len(layers) > 2:
             layers = [build.named(Recomputed(*half), name, "recomputed")
                       for half in (layers[:2], layers[2:])]
-        if dropout:
-            drop = Dropout(build.outer, h, dropout, build.full_name(name), build.mask_key)
-            return build.named(DropoutResidual(drop, *layers), name, "residual")
-        return build.named(Residual(*layers), name, "residual")
+        drop = Dropout(build.outer, h, dropout, build.full_name(name),
+                       build.mask_key) if dropout else None
+        return build.named(Residual(*layers, dropout=drop), name, "residual")
 
     rotary = [] if turns is None else [build.named(
         Rotary(build.inner, sizes.group + 1, keys, turns), "attention.rotary", "rotary")]

@@ -1,19 +1,25 @@
-"""Add and multiply vectors stored on the diagonal of the grid: Algorithms 7 and 8 of the paper.
+"""Gather vectors stored on the diagonal of the grid, alone or joined: Algorithms 7 and 8.
 
-The vectors are biases and weights of layer norms.  Algorithm 7 gathers this rank's part of a
-vector from the ranks that store it.  Algorithm 8 reduces the gradient onto them; the reduction
-that its printed form lacks is included.  Functions of backward return a rank's term of the
-gradient, the sum over its own rows, which `Vector.reduce_gradient` adds up.
+The vectors are biases and weights of layer norms.  The paper's Algorithm 7 gathers this rank's
+part of a vector from the ranks that store it; Algorithm 8 reduces the gradient onto them, with the
+reduction that its printed form lacks.  The vectors of a block are joined: their collectives take
+all of them in one call.
 """
 
 import math
+from copy import copy
+from itertools import accumulate, islice
+from typing import Any, Container, Sequence
 
-from mm3d.arrays.backend import Array, reshape
+import numpy as np
+
+from mm3d.arrays.backend import Array, backend_of, reshape
+from mm3d.arrays.blocks import resized_shape
 from mm3d.grid.activations import Space
 from mm3d.grid.layout import Layout, divided_directions
-from mm3d.grid.split import Gathered
-from mm3d.model.functional import (add_rows, bias_gelu_backward, bias_gelu_forward,
-                                   prefer_backend_kernel, scale_rows, sum_products, sum_rows)
+from mm3d.grid.split import Split
+
+VectorPlace = tuple[slice, tuple[int, ...]]    # in a flat array, and the shape there
 
 
 class Vector:
@@ -24,27 +30,11 @@ class Vector:
     ``"zx@y"``, which stores b_li on the diagonal j = l; on the side of C it is ``"yx@z"``, which
     stores b_ji on the same diagonal.
 
-    Parameters
-    ----------
-    space : Space
-        The space along whose features the vector lies.
-    shape : tuple of int
-        Global shape; the last dimension is the features.
-    unit : int
-        Number of neighbouring features that stay together where the space divides them.
-
-    Attributes
-    ----------
-    layout : Layout
-        Layout of the stored blocks.
-    sub : list of Split
-        How the further directions divide this rank's features of it.
-    copies : list of Axis
-        Directions of ranks that have other rows, and store the same block.
-    line, root : Axis or None, int or None
-        The direction after '@' in the layout, and its rank on the diagonal.
-    block : tuple of int
-        Shape of the block that is stored on the diagonal of this rank's line.
+    Its global `shape` ends with the features of `space`, of which so many neighbours as `unit`
+    stay together.  The `layout` is of the stored blocks; `sub` says how further directions divide
+    this rank's features of it; ranks along `copies` have other rows, and store the same block.
+    The direction `line` is that after '@' in the layout, or None; its rank `root` is on the
+    diagonal, where a block of the shape `block` is stored.
     """
 
     def __init__(self, space: Space, shape: tuple[int, ...], unit: int = 1) -> None:
@@ -68,23 +58,11 @@ class Vector:
         axes = [*self.copies, self.line, *(split.axis for split in self.sub)]
         return any(axis is not None and axis.size > 1 for axis in axes)
 
-    def gather_features(self, b: Array | Gathered) -> Array:
+    def gather_features(self, b: Array) -> Array:
         """Gather the features of this rank, b_l or b_j, from the stored blocks (Algorithm 7).
 
-        Every rank must call it.
-
-        Parameters
-        ----------
-        b : Array or Gathered
-            This rank's stored block, empty on ranks that store none; or the gathered vector.
-
-        Returns
-        -------
-        Array
-            The part of the vector that belongs to this rank's features.
+        `b` is this rank's stored block, empty on ranks that store none.  Every rank must call it.
         """
-        if isinstance(b, Gathered):
-            return b.array
         if self.line is not None:
             if self.line.rank != self.root:
                 b = self.space.grid.backend.empty(self.block, b.dtype)
@@ -99,15 +77,8 @@ class Vector:
         This is Algorithm 8 with the reduction that it lacks: a reduce-scatter along x *and* a
         reduction along y (z on the side of C) onto the diagonal.  Every rank must call it.
 
-        Parameters
-        ----------
-        db : Array
-            This rank's term, the sum over its rows; the shape is that of `gather_features`.
-
-        Returns
-        -------
-        Array or None
-            The stored block of the sum; None on ranks that store none.
+        `db` is this rank's term, the sum over its rows, with the shape that `gather_features`
+        returns.  The result is the stored block of the sum; None on ranks that store none.
         """
         for split in self.sub:
             db = split.reduce_scatter(db)
@@ -118,92 +89,167 @@ class Vector:
         return db
 
 
-def _rows(a: Array) -> Array:
-    """View `a` as (batch, positions, features), with its feature dimensions joined."""
-    return a if a.ndim == 3 else reshape(a, (*a.shape[:2], math.prod(a.shape[2:])))
+class _JoinedSplit:
+    """Divide several arrays, joined to a flat one, along one axis: each like its own `Split`.
 
-
-def _flat(b: Array) -> Array:
-    """View a vector along the features as one dimension."""
-    return b if b.ndim == 1 else reshape(b, (math.prod(b.shape),))
-
-
-def add_forward(A: Array, b: Array | Gathered, vector: Vector, out: Array) -> Array:
-    """Compute C = A + b, the vector b added to every row (Algorithm 7).
-
-    b is this rank's stored block of the vector, or the gathered vector; `out` may be `A`.
+    `splits` has one for each array, all along the same `axis`, and `shapes` the shape of this
+    rank's block of each; the attribute `shapes` has those before the axis divides them.
     """
-    add_rows(_rows(A), _flat(vector.gather_features(b)), out=_rows(out))
-    return out
+
+    def __init__(self, splits: Sequence[Split], shapes: Sequence[tuple[int, ...]]) -> None:
+        self.axis = splits[0].axis
+        self.shapes = [resized_shape(shape, split.dim, split.extent)
+                       for shape, split in zip(shapes, splits, strict=True)]
+        owners = np.concatenate([_owners(split, shape).ravel()
+                                 for split, shape in zip(splits, self.shapes)])
+        self._flat = copy(splits[0])
+        self._flat.dim, self._flat.extent = 0, owners.size
+        self._flat.counts = np.bincount(owners, minlength=self.axis.size).tolist()
+        # Collectives take the blocks of one rank after another, layers one array after another.
+        self._by_rank = self._by_array = None    # where the two orders are the same
+        if (owners[1:] < owners[:-1]).any():
+            order = np.argsort(owners, kind="stable")
+            self._by_rank, self._by_array = map(self.axis.backend.asarray,
+                                                (order, np.argsort(order)))
+
+    def all_gather(self, a: Array) -> Array:
+        """Gather all arrays from the joined blocks of all ranks."""
+        return self._take(self._flat.all_gather(a), self._by_array)
+
+    def reduce_scatter(self, a: Array) -> Array:
+        """Sum the joined arrays over the ranks; return this rank's joined blocks."""
+        return self._flat.reduce_scatter(self._take(a, self._by_rank))
+
+    def _take(self, a: Array, order: Array | None) -> Array:
+        return a if order is None else self.axis.backend.xp.take(a, order)
 
 
-def add_backward(dC: Array, accumulate_float32: bool = False) -> Array:
-    """Compute this rank's term of db, the sum of dC over its rows; dA is dC itself.
+def _owners(split: Split, shape: tuple[int, ...]) -> np.ndarray:
+    """Return the rank that has each element of an array of `shape`."""
+    some = min(split.axis.size, split.extent)    # the others have none
+    along = np.repeat(np.arange(some), split.counts[:some])
+    return np.broadcast_to(along.reshape(resized_shape((1,) * len(shape), split.dim, -1)), shape)
 
-    With `accumulate_float32` the sum is computed and returned in float32 at least.
+
+class _FlatVector(Vector):
+    """Join vectors of one space, as blocks: further directions are left to `FlatVectors`."""
+
+    def __init__(self, vectors: Sequence[Vector]) -> None:
+        first = vectors[0]
+        self.space, self.sub = first.space, []
+        self.line, self.root, self.copies = first.line, first.root, first.copies
+        self.stored = _places([vector.block for vector in vectors])
+        self.block = (self.stored[-1][0].stop,)
+
+
+class FlatVectors:
+    """Join vectors, of one or both spaces: each call of a collective takes all that it can.
+
+    These are Algorithms 7 and 8 of all of them, with the same words.  `spaces` has the vectors of
+    each space, which the same further directions divide.
     """
-    db = sum_rows(_rows(dC), accumulate_float32)
-    return reshape(db, dC.shape[2:])
+
+    def __init__(self, spaces: Sequence[Sequence[Vector]]) -> None:
+        self._lines, self._sub = [_FlatVector(vectors) for vectors in spaces], []
+        shapes = [shape for line in self._lines for _, shape in line.stored]
+        for splits in zip(*(reversed(vector.sub) for vectors in spaces for vector in vectors)):
+            self._sub.insert(0, _JoinedSplit(splits, shapes))
+            shapes = self._sub[0].shapes
+        self._gathered = _places(shapes)
+        self._parts = _places([line.block for line in self._lines])
+
+    def gather_features(self, blocks: Sequence[Array]) -> list[Array]:
+        """Gather this rank's features of each vector from the stored blocks."""
+        rest, parts = iter(blocks), []
+        for line in self._lines:
+            parts.append(line.gather_features(_join([*islice(rest, len(line.stored))])))
+        flat = _join(parts)
+        for split in reversed(self._sub):
+            flat = split.all_gather(flat)
+        return _cut(flat, self._gathered)
+
+    def reduce_gradient(self, terms: Sequence[Array]) -> list[Array | None]:
+        """Sum each of the terms onto the ranks that store its block."""
+        flat, found = _join(terms), []
+        for split in self._sub:
+            flat = split.reduce_scatter(flat)
+        for line, part in zip(self._lines, _cut(flat, self._parts)):
+            db = line.reduce_gradient(part)
+            found += [None] * len(line.stored) if db is None else _cut(db, line.stored)
+        return found
 
 
-def scale_forward(A: Array, b: Array | Gathered, vector: Vector, out: Array,
-                  added: Array | Gathered | None = None) -> tuple[Array, Array]:
-    """Compute C = A * b, every row multiplied by the vector b; return C and the gathered b_l.
+class JoinedVectors:
+    """Gather the vectors of several parameters, or sum their gradients, together.
 
-    Parameters as in `add_forward`; the vector `added` is added to every row of C.
+    `spaces` has the parameters of each space, with their storage; `flat` is that of their vectors.
     """
-    b_l = vector.gather_features(b)
-    if added is None:
-        scale_rows(_rows(A), _flat(b_l), out=_rows(out))
-    else:
-        scale_add_rows(_rows(A), _flat(b_l), _flat(vector.gather_features(added)), out=_rows(out))
-    return out, b_l
+
+    def __init__(self, spaces: Sequence[Sequence[tuple[Any, Vector]]],
+                 flat: FlatVectors | None = None) -> None:
+        self._spaces = spaces
+        self.parameters = [parameter for uses in spaces for parameter, _ in uses]
+        self.flat = flat or FlatVectors([[vector for _, vector in uses] for uses in spaces])
+
+    def gather(self) -> list[Array]:
+        """Gather this rank's features of each vector, see `Vector.gather_features`."""
+        return self.flat.gather_features([parameter.value for parameter in self.parameters])
+
+    def accumulate(self, terms: Sequence[Array]) -> None:
+        """Add the sums of all ranks' terms to the gradients, see `Vector.reduce_gradient`."""
+        for parameter, db in zip(self.parameters, self.flat.reduce_gradient(terms), strict=True):
+            parameter.accumulate(db)
+
+    def part(self, parameters: Container[Any]) -> "JoinedVectors":
+        """Return some of them; itself for all."""
+        if all(parameter in parameters for parameter in self.parameters):
+            return self
+        chosen = ([use for use in uses if use[0] in parameters] for uses in self._spaces)
+        return JoinedVectors([uses for uses in chosen if uses])
 
 
-def scale_backward(dC: Array, A: Array, b_l: Array, out: Array, accumulate_float32: bool = False,
-                   added: bool = False) -> tuple[Array, ...]:
-    """Compute dA = dC * b_l in `out`, and this rank's term of db, the sum of dC * A over its rows.
+def _places(shapes: Sequence[tuple[int, ...]]) -> list[VectorPlace]:
+    """Return where arrays of these shapes are in a flat one, one after another."""
+    stops = [*accumulate(map(math.prod, shapes))]
+    return [(slice(*span), shape) for *span, shape in zip([0, *stops], stops, shapes)]
 
-    dA needs the gathered b_l, not the stored block.  `accumulate_float32` is as in `add_backward`.
-    Where a vector was added to C, with `added`, its term is the third result.
+
+def _join(blocks: Sequence[Array]) -> Array:
+    """Copy arrays to a flat one, one after another; a single one is viewed."""
+    if len(blocks) == 1:
+        return reshape(blocks[0], (blocks[0].size,))
+    stops = [*accumulate([block.size for block in blocks])]
+    whole = backend_of(blocks[0]).empty((stops[-1],), blocks[0].dtype)
+    for block, stop in zip(blocks, stops):
+        whole[stop - block.size:stop] = reshape(block, (block.size,))
+    return whole
+
+
+def _cut(flat: Array, places: Sequence[VectorPlace]) -> list[Array]:
+    """View the arrays in a flat one."""
+    return [reshape(flat[place], shape) for place, shape in places]
+
+
+def join_vectors(uses: Sequence[tuple[Any, Vector]]) -> dict[int, JoinedVectors]:
+    """Join the vectors of each block of a model that the same further directions divide.
+
+    A block is a layer of the Transformer, the first two parts of a parameter's name.  Vectors that
+    no rank moves are left out.  `uses` has each parameter with its vector, in the order of a
+    forward pass; the result, by the identity of each parameter, the vectors that it is joined
+    with.
     """
-    sums = sum_rows_and_products if added else sum_products
-    found = sums(_rows(dC), _rows(A), accumulate_float32)
-    scale_rows(_rows(dC), _flat(b_l), out=_rows(out))
-    return out, *(reshape(db, dC.shape[2:]) for db in (reversed(found) if added else [found]))
-
-
-@prefer_backend_kernel
-def scale_add_rows(a: Array, b: Array, c: Array, out: Array) -> Array:
-    """Compute a * b + c, with both vectors for every row of `a`.
-
-    Parameters as in `mm3d.model.functional.add_rows`.
-    """
-    return add_rows(scale_rows(a, b, out), c, out)
-
-
-@prefer_backend_kernel
-def sum_rows_and_products(a: Array, b: Array, keep_float32: bool = False) -> tuple[Array, Array]:
-    """Sum a, and a * b, over all rows; as `mm3d.model.functional.sum_rows`."""
-    return sum_rows(a, keep_float32), sum_products(a, b, keep_float32)
-
-
-def add_gelu_forward(A: Array, b: Array | Gathered, vector: Vector,
-                     out: Array) -> tuple[Array, Array]:
-    """Compute C = GELU(A + b), b added to every row; return C and the gathered b_l.
-
-    Parameters as in `add_forward`.
-    """
-    b_l = vector.gather_features(b)
-    bias_gelu_forward(_rows(A), _flat(b_l), out=_rows(out))
-    return out, b_l
-
-
-def add_gelu_backward(dC: Array, A: Array, b_l: Array, out: Array,
-                      accumulate_float32: bool = False) -> tuple[Array, Array]:
-    """Compute dA = dC GELU'(A + b_l) in `out`, and this rank's term of db, the sum of dA.
-
-    `accumulate_float32` is as in `add_backward`.
-    """
-    _, db = bias_gelu_backward(_rows(dC), _rows(A), _flat(b_l), _rows(out), accumulate_float32)
-    return out, reshape(db, dC.shape[2:])
+    groups: dict[tuple, dict[tuple, list]] = {}
+    for parameter, vector in uses:
+        if vector.travels:
+            space = vector.space
+            further = tuple(split.axis.name for split in vector.sub)
+            groups.setdefault((*parameter.name.split(".")[:2], further), {}).setdefault(
+                (space.rows, space.features, space.vector), []).append((parameter, vector))
+    found, flats = {}, {}    # blocks are alike
+    for spaces in groups.values():
+        key = tuple((*one, *((vector.shape, *vector.layout.units.items()) for _, vector in group))
+                    for one, group in spaces.items())
+        joined = JoinedVectors([*spaces.values()], flats.get(key))
+        flats[key] = joined.flat
+        found |= {id(parameter): joined for parameter in joined.parameters}
+    return found

@@ -8,7 +8,6 @@ the terms of their gradients are summed in one call, when the last one is there.
 from typing import Any, Mapping
 
 from mm3d.arrays.backend import Array
-from mm3d.grid.split import Gathered
 
 
 LaterWeights = list[tuple[Any, Any]]    # layers, and the operands of their weights' gradients
@@ -33,7 +32,7 @@ class Pass:
     def __init__(self, vectors: Mapping[int, Any] | None = None, gathers: bool = False,
                  later: LaterWeights | None = None) -> None:
         self._vectors, self._gathers, self.later = vectors or {}, gathers, later
-        self._gathered: dict[int, Gathered] = {}    # by the identity of the parameter
+        self._gathered: dict[int, Array] = {}    # by the identity of the parameter
         self._terms: dict[Any, dict[Any, Array]] = {}    # by joined vectors, then by parameter
 
     def __enter__(self) -> "Pass":
@@ -43,18 +42,18 @@ class Pass:
         if failure[0] is None:    # other ranks may not have failed
             self.finish_gradients()
 
-    def vector_of(self, parameter: Any) -> Array | Gathered:
-        """Return the gathered vector, or this rank's block of one that is gathered alone."""
+    def vector_of(self, parameter: Any, vector: Any) -> Array:
+        """Gather a vector, with those that it is joined with or alone."""
         key = id(parameter)
         if not self._gathers or key not in self._vectors:
-            return parameter.value
+            return vector.gather_features(parameter.value)
         if key not in self._gathered:
             self._gather(self._vectors[key])
         return self._gathered.pop(key)
 
     def _gather(self, joined: Any) -> None:
         """Gather all vectors that are joined."""
-        self._gathered |= zip(map(id, joined.parameters), map(Gathered, joined.gather()))
+        self._gathered |= zip(map(id, joined.parameters), joined.gather())
 
     def accumulate_terms(self, parameter: Any, vector: Any, terms: Array) -> None:
         """Add the sum of all ranks' terms to a vector's gradient, with the last one joined."""

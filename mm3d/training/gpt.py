@@ -13,7 +13,7 @@ from mm3d.config import OF_MESH, Config, refuse_of_mesh
 from mm3d.grid.agreement import checksum, compare, same_arguments
 from mm3d.model.cross_entropy import Targets
 from mm3d.model.experts.totals import RoutingTotals
-from mm3d.model.initial_values import draw_parameter, gpt2_values
+from mm3d.model.draws import draw_parameter, gpt2_values
 from mm3d.model.parameters import Parameter
 from mm3d.training.batches import check_batch
 from mm3d.training.gpt_ends import build_ends, check_scheme, check_vocabulary

@@ -17,7 +17,7 @@ from mm3d.model.parameters import Parameter
 from mm3d.schemes.scheme import Scheme
 from mm3d.training.mesh import Mesh
 from mm3d.training.schedules.schedule import Completion, Schedule
-from mm3d.training.sharded_parameters import shard_layout
+from mm3d.training.data_parallel import shard_layout
 from mm3d.transport.pending import Pending
 from mm3d.transport.point_to_point import PointToPoint, tag_count
 

@@ -64,7 +64,7 @@ class Mesh(Shown):
         The replica of this rank, its stage there, and its number in the stage.
     data_grid : DataGrid or None
         The ranks of this stage in all replicas; None without data parallelism.
-    context_grid : ContextGrid or None
+    context_grid : DataGrid or None
         Those with the same sequences; None where no positions are divided.
     scheme : Scheme
         The tensor parallelism on the ranks of this stage.
@@ -115,10 +115,10 @@ class Mesh(Shown):
             # Replicas are the slowest direction, so these ranks are in the order of a DataGrid.
             line = join_ranks(comm, self.shape, "dt")
             self._own.append(line)
-            self.data_grid = DataGrid(line, self.scheme.grid, shards, stages=stages)
+            self.data_grid = DataGrid(line, self.scheme.grid, {"d": shards}, stages)
         self.context_grid = None
         if context > 1:
-            self.context_grid = ContextGrid(line, self.scheme.grid, int(context), stages)
+            self.context_grid = DataGrid(line, self.scheme.grid, {"c": int(context)}, stages)
 
     def __repr__(self) -> str:
         replicas = f"{self.shape['d']} replicas of " if self.data_grid else ""
@@ -218,39 +218,22 @@ class DataGrid(GridAxes):
     `with_experts`: e joins neighbouring replicas with different experts, and d and r replicas with
     copies of the same experts.
 
-    Parameters
-    ----------
-    comm : mpi4py.MPI.Intracomm
-        The ranks of all replicas of this stage, replica by replica; all create it.
-    grid : Grid
-        The tensor parallelism of this replica.
-    shards : int
-        Size of direction d.
-    experts : int
-        Size of direction e, which is there if it is above 1.  The product of both divides the
-        number of replicas.
-    stages : int
-        Number of stages of a replica: they multiply the `stride` along r, d and e.
+    Where positions of sequences are divided there is another one with direction c alone, which
+    joins neighbouring replicas with the same sequences and each other positions of them.
 
-    Attributes
-    ----------
-    shape : GridShape
-        Sizes of r, d and e, and the directions of `grid`.
-    coords : dict of str to int
-        Coordinate of this rank along each direction.
-    replicated : Axis
-        Direction r.
+    All ranks of `comm`, those of this stage in all replicas, replica by replica, create it; the
+    tensor parallelism of this replica has the `grid`.  `sizes` are of d, and e if there is one, or
+    of c; their product divides the number of replicas.  The `stages` of a replica multiply the
+    `stride` along these.  `shape` and `coords` are of them, and of the directions of `grid`.
     """
 
-    def __init__(self, comm: Any, grid: Grid, shards: int, experts: int = 1,
-                 stages: int = 1) -> None:
-        copies = comm.size // grid.size // shards // experts
-        sizes = {"r": copies, "d": shards} | ({"e": experts} if experts > 1 else {})
+    def __init__(self, comm: Any, grid: Grid, sizes: dict[str, int], stages: int = 1) -> None:
+        copies = comm.size // grid.size // math.prod(sizes.values())
         self.comm, self.grid, self.backend, self.stages = comm, grid, grid.backend, stages
-        self.shape = GridShape.from_sizes(sizes | dict(grid.shape))
+        self.shape = GridShape.from_sizes({"r": copies} | sizes | dict(grid.shape))
         self.coords = self.shape.coordinates(comm.rank)
-        self.axes = self._create_axes(sizes, ordered=True)
-        self.replicated = self.axes["r"]
+        sums = "c" not in sizes
+        self.axes = self._create_axes(["r"] * sums + [*sizes], ordered=sums)
 
     def __getitem__(self, name: str) -> Axis:
         return self.axes[name] if name in self.axes else self.grid[name]
@@ -269,26 +252,8 @@ class DataGrid(GridAxes):
         ZeRO divides a rank's experts further, among `expert_shards` of their copies: with n shards
         among n / parts where that is a whole number, and not at all where n divides `parts`.
         """
-        return DataGrid(self.comm, self.grid, expert_shards(self.shape["d"], parts), parts,
-                        self.stages)
-
-
-class ContextGrid(GridAxes):
-    """Extend the grid of a tensor parallelism by direction c: neighbouring replicas of a context.
-
-    They have the same sequences, and each other positions of them.  The `size` of c divides the
-    number of replicas; other parameters as for `DataGrid`.
-    """
-
-    def __init__(self, comm: Any, grid: Grid, size: int, stages: int = 1) -> None:
-        sizes = {"d": comm.size // grid.size // size, "c": size} | dict(grid.shape)
-        self.comm, self.backend, self.stages = comm, grid.backend, stages
-        self.shape = GridShape.from_sizes(sizes)
-        self.coords = self.shape.coordinates(comm.rank)
-        self.axes = self._create_axes("c")
-
-    def stride(self, name: str) -> int:
-        return self.shape.stride(name) * self.stages
+        return DataGrid(self.comm, self.grid, {
+            "d": expert_shards(self.shape["d"], parts), "e": parts}, self.stages)
 
 
 def expert_shards(shards: int, parts: int) -> int:

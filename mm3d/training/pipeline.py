@@ -15,7 +15,7 @@ from mm3d.grid.activations import Context
 from mm3d.grid.agreement import checksums, refuse_freed, same_arguments
 from mm3d.grid.axis import Traffic, TrafficCounts
 from mm3d.grid.grid import GridAxes
-from mm3d.model.initial_values import InitialValues, varied_values
+from mm3d.model.draws import InitialValues, varied_values
 from mm3d.model.parameters import Parameter, Trained
 from mm3d.model.stack import Stack, make_of_fields
 from mm3d.model.transformer import Transformer

@@ -7,13 +7,12 @@ completes here.
 
 from collections import deque
 from contextlib import nullcontext
-from operator import itemgetter
 from typing import Any, Callable, ContextManager, Sequence
 
 from mm3d.arrays.backend import Array
 from mm3d.training.hops import Hops
 from mm3d.training.schedules.messages import Operation, operations
-from mm3d.training.schedules.schedule import Action, Completion
+from mm3d.training.schedules.schedule import Action, Completion, Schedule
 
 
 class Worker:
@@ -35,68 +34,66 @@ class Worker:
         """Execute all actions of a step; see `mm3d.training.pipeline.Pipeline.step`."""
         self._inputs, self._output_gradient = inputs, output_gradient
         self._input_gradient = input_gradient
-        self._results: dict[Completion, Array] = {}    # on this rank and not used yet
         self._saved: dict[Completion, Any] = {}        # for B, then for W, by the step F
-        self._receives = deque(one for one in self.program if one.kind == "receive")
-        self._begun: dict[Completion, Any] = {}
-        for operation in self.program:
+
+        def run(action: Action) -> None:
+            with self.around(action):
+                self._run(action)
+        self._execute(self.program, run)
+
+    def forward(self, inputs: Callable[[int], Array],
+                output: Callable[[int, Array], Any]) -> None:
+        """Compute forward alone; see `mm3d.training.pipeline.Pipeline.forward`."""
+        self._inputs, stages = inputs, self.schedule.stages
+        rows = (tuple(Action("F", chunk, micro) for _, chunk in sorted(zip(own, range(len(own))))
+                      for micro in range(self.schedule.microbatches)) for own in stages)
+
+        def run(action: Action) -> None:
+            own, y = self._completion(action), self._forward(action)[0]
+            if own.stage + 1 == self.schedule.stage_count:
+                output(action.micro, y)
+            else:
+                self._results[own] = y
+        self._execute(operations(Schedule(stages, tuple(rows)), self.rank), run)
+
+    def _execute(self, program: list[Operation], run: Callable[[Action], None]) -> None:
+        """Receive, `run` actions and send; results for the next action arrive meanwhile."""
+        self._results: dict[Completion, Array] = {}    # on this rank and not used yet
+        receives = deque(one for one in program if one.kind == "receive")
+        begun: dict[Completion, Any] = {}
+        for operation in program:
+            last = operation.index + len(operation.actions)
+            while operation.kind != "send" and receives and receives[0].index <= last:
+                one = receives.popleft()
+                begun[one.event] = self.hops.begin_receive(one.event, one.other)
             if operation.kind == "receive":
-                self._begin_receives(operation.index)
-                arriving = self._begun.pop(operation.event)
+                arriving = begun.pop(operation.event)
                 self._results[operation.event] = self.hops.complete(arriving)
             elif operation.kind == "send":
                 self.hops.send(operation.event, self._results.pop(operation.event),
                                operation.other)
             else:
-                self._run_actions(operation)
-        self.hops.messages.finish()
-
-    def forward(self, inputs: Callable[[int], Array],
-                output: Callable[[int, Array], Any]) -> None:
-        """Compute forward alone; see `mm3d.training.pipeline.Pipeline.forward`."""
-        stages, rank_of = self.schedule.stages[self.rank], self.schedule.rank_of
-        results: dict[Completion, Array] = {}    # that stay on this rank
-        for chunk, stage in sorted(enumerate(stages), key=itemgetter(1)):
-            for micro in range(self.schedule.microbatches):
                 self.hops.messages.release_sent()
-                before, own = Completion("F", stage - 1, micro), Completion("F", stage, micro)
-                if not stage:
-                    x = inputs(micro)
-                elif before in results:
-                    x = results.pop(before)
-                else:
-                    x = self.hops.complete(self.hops.begin_receive(before, rank_of[stage - 1]))
-                y = self.chunks[chunk].forward(x)[0]
-                if stage + 1 == self.schedule.stage_count:
-                    output(micro, y)
-                elif rank_of[stage + 1] == self.rank:
-                    results[own] = y
-                else:
-                    self.hops.send(own, y, rank_of[stage + 1])
+                for action in operation.actions:
+                    run(action)
         self.hops.messages.finish()
 
-    def _begin_receives(self, index: int) -> None:
-        """Begin all receives up to the action numbered `index`."""
-        while self._receives and self._receives[0].index <= index:
-            receive = self._receives.popleft()
-            self._begun[receive.event] = self.hops.begin_receive(receive.event, receive.other)
+    def _completion(self, action: Action) -> Completion:
+        """Return the completion of the forward of an action's micro-batch in its stage."""
+        return Completion("F", self.schedule.stage_of(self.rank, action.chunk), action.micro)
 
-    def _run_actions(self, operation: Operation) -> None:
-        """Run joined actions, or one, while the results for the next are being received."""
-        self._begin_receives(operation.index + len(operation.actions))
-        self.hops.messages.release_sent()
-        for action in operation.actions:
-            with self.around(action):
-                self._run(action)
+    def _forward(self, action: Action) -> tuple[Array, Any]:
+        """Compute a chunk's output, and the data that its backward needs."""
+        _, stage, micro = self._completion(action)
+        x = self._results.pop(Completion("F", stage - 1, micro)) if stage else self._inputs(micro)
+        return self.chunks[action.chunk].forward(x)
 
     def _run(self, action: Action) -> None:
         """Run one action: take its input, and keep its result."""
-        stage, micro = self.schedule.stage_of(self.rank, action.chunk), action.micro
-        model, own = self.chunks[action.chunk], Completion("F", stage, micro)
+        _, stage, micro = own = self._completion(action)
+        model = self.chunks[action.chunk]
         if action.kind == "F":
-            before = Completion("F", stage - 1, micro)
-            x = self._results.pop(before) if stage else self._inputs(micro)
-            y, self._saved[own] = model.forward(x)
+            y, self._saved[own] = self._forward(action)
             if stage + 1 < self.schedule.stage_count:
                 self._results[own] = y
             else:

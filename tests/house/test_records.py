@@ -11,7 +11,7 @@ from support import ROOT
 # become rows of arrays.
 TUPLES = {"mm3d.tracing.events", "mm3d.tracing.observed_calls", "mm3d.schemes.closed_form",
           "mm3d.training.schedules.messages", "mm3d.training.schedules.schedule",
-          "mm3d.training.schedules.search",
+          "mm3d.training.schedules.builders.auto",
           "bench.instruments.spans", "bench.statistics",
           "bench.prediction.seconds", "bench.prediction.training_plans.choices",
           "bench.prediction.training_plans.estimate",

@@ -20,7 +20,7 @@ from mm3d.model.rotary import Turns, frequencies
 # a gradient: of a norm the mean, two differences, the square, the root, the factor and the bias;
 # of GELU by tanh the cube, its factor and sum, another factor, tanh, a sum, and two factors.
 OPERATIONS = {"LayerNorm": 7, "RMSNorm": 4, "Gelu": 8, "ErfGelu": 5, "SwiGLU": 4, "Rotary": 5,
-              "Linear": 2, "Residual": 1, "DropoutResidual": 2, "Embedding": 2, "ExpertsLayer": 3}
+              "Linear": 2, "Residual": 1, "Embedding": 2, "ExpertsLayer": 3}
 SCORES, PROBABILITIES, GRADIENTS_OF_SCORES = 2, 2, 3    # of attention
 GATES = 3    # of experts, before the chosen ones' gradients are those of all logits
 LOSS = 3    # of the logits' gradient: the exponential, the one of the target, the factor
@@ -188,7 +188,8 @@ def _round(layer: Any, rounder: Rounder, tensor: float = 0.0) -> None:
     if kind == "Linear":
         terms = layer.weight.shape[0], math.prod(layer.weight.shape[1:])
     _wrap(layer, rounder.inside if kind in INSIDE else rounder,
-          OPERATIONS.get(kind, 1) + tensor * (kind == "Linear"), *terms)
+          OPERATIONS.get(kind, 1) + tensor * (kind == "Linear")
+          + (getattr(layer, "dropout", None) is not None), *terms)
 
 
 def _round_gates(layer: Any, rounder: Rounder) -> None:

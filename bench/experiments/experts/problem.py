@@ -13,8 +13,7 @@ from mm3d.model.builder import Builder
 from mm3d.model.experts.token_order import capacity_of
 from mm3d.model.experts.layer import ExpertsLayer
 from mm3d.model.experts.options import ExpertOptions
-from mm3d.model.initial_values import draw_normal
-from mm3d.model.masks import MaskKey
+from mm3d.model.draws import MaskKey, draw_normal
 from mm3d.model.parameters import Parameter
 from mm3d.training.data_parallel import DataParallel
 from mm3d.training.expert_parallel import check_experts, expert_ranks

@@ -17,7 +17,7 @@ from bench.experiments.gpu.gpu_cases import Mode, TorchClock, draw_array
 from bench.experiments.torch.models import TorchGPT, make_torch_optimizer
 from bench.experiments.training.timed_step import ADAMW_OPTIONS, draw_batch
 from mm3d.arrays.backend import Array
-from mm3d.model.initial_values import gpt2_values
+from mm3d.model.draws import gpt2_values
 
 FEW = 3    # steps whose losses are compared: the second and the third depend on AdamW
 

@@ -13,7 +13,7 @@ from bench.experiments.products import operands
 from bench.experiments.torch.models import TorchLayer
 from mm3d.arrays.backend import Array, Backend
 from mm3d.model import functional
-from mm3d.model.initial_values import varied_values
+from mm3d.model.draws import varied_values
 
 # How many numbers the host draws for an array: an odd number, so that rows differ when repeated.
 DRAWN = 2 ** 22 - 3

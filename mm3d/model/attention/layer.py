@@ -29,20 +29,9 @@ class Attention:
     values along the sequence, and reduce-scatters their gradients: over the grid, and then over
     the ranks of a context.  The paper leaves this communication out.
 
-    Parameters
-    ----------
-    space : Space
-        Space of the input and the output.
-    features : int
-        Global number of features of all heads of Q together.
-    head : int
-        Number of features of a head.
-    causal : bool
-        Whether a position attends only to itself and those before it.
-    group : int
-        Number of heads of Q that share one of K and V.
-    window : int, optional
-        To how many positions a causal position attends at most.
+    Input and output are in `space`; all heads of Q together have so many `features` globally, one
+    has `head`, and a `group` of heads of Q shares one of K and V.  With `causal` a position
+    attends only to itself and those before it, at most to a `window` of positions.
     """
 
     parameters: list[Parameter] = []
@@ -58,7 +47,7 @@ class Attention:
         self.empty_qkv = space.allocator(group + 2, features // group, unit=head)
         axis = space.sequence_axis
         self.split = None if axis is None else space.rows_split(axis.name)
-        self.chunks = None if space.context is None else ChunkSplit(space.context)
+        self.chunks = None if space.context is None else _ChunkSplit(space.context)
         whole, runs = range(space.length), space.runs()
         self.visits: list[Visit] = [*self._visits([whole])]
         if self.chunks is None:    # kernels leave out what they can
@@ -145,7 +134,7 @@ class Attention:
         return dx
 
 
-class ChunkSplit(Split):
+class _ChunkSplit(Split):
     """Divide positions, dimension 1, over the ranks of a context.
 
     What is gathered, and what is reduced and scattered, is in the order of the sequence.
@@ -256,7 +245,7 @@ class RingAttention(Attention):
         library, dx = self.space.grid.backend, self.empty_qkv(x.dtype)
         q, own = self._own_keys(x)
         o, do = (self._split_heads(a, self.group) for a in (y, dy))
-        sums = [sum_of_rows(do[:, :, :, n, :], o[:, :, :, n, :]) for n in range(self.group)]
+        sums = [_sum_of_rows(do[:, :, :, n, :], o[:, :, :, n, :]) for n in range(self.group)]
         by_head = self._split_heads(dx)
         dq = by_head[:, :, :self.group, ...]
         total, dkv = self._zeros_beside(dq), None
@@ -306,10 +295,7 @@ def merge(total: Array, lse: Array, out: Array, more: Array) -> None:
     total += rows[1] * upcast(out)
 
 
-def sum_of_rows(do: Array, o: Array) -> Array:
-    """Return the sums of dO O over the features of each head, (batch, heads, queries).
-
-    They are the sums of P dP over all keys (Dao et al., arXiv 2205.14135).
-    """
+def _sum_of_rows(do: Array, o: Array) -> Array:
+    """Sum dO O over features, as P dP over all keys, (batch, heads, queries); arXiv 2205.14135."""
     xp = namespace(do)
     return xp.permute_dims(xp.sum(upcast(do) * upcast(o), axis=-1), (0, 2, 1))

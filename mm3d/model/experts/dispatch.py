@@ -137,12 +137,12 @@ class Dispatch:
 
     def send(self, tokens: Array, plan: RowRoutes) -> Array:
         """Send rows to their experts; return the rows of this rank's, by expert and token."""
-        rows = take_pairs(self._gather(tokens, plan), plan.pairs, plan.places.shape[1])
+        rows = _take_pairs(self._gather(tokens, plan), plan.pairs, plan.places.shape[1])
         return self._exchange(rows, plan)
 
     def send_backward(self, drows: Array, plan: RowRoutes) -> Array:
         """Compute the gradient of the tokens from the rows' gradient, in float32 at least."""
-        return self._scatter(sum_by_token(self._exchange_back(drows, plan), plan.places), plan)
+        return self._scatter(_sum_by_token(self._exchange_back(drows, plan), plan.places), plan)
 
     def combine(self, rows: Array, gates: Array, plan: RowRoutes) -> tuple[Array, Any]:
         """Sum the results of each token's experts, times the gates.
@@ -151,7 +151,7 @@ class Dispatch:
         backward.
         """
         rows, gates = self._exchange_back(rows, plan), self._gather(gates, plan)
-        y = self.backend.xp.astype(sum_by_token(rows, plan.places, gates), rows.dtype, copy=False)
+        y = self.backend.xp.astype(_sum_by_token(rows, plan.places, gates), rows.dtype, copy=False)
         return self._scatter(y, plan), (rows, gates)
 
     def combine_backward(self, dy: Array, saved: Any, plan: RowRoutes) -> tuple[Array, Array]:
@@ -160,7 +160,7 @@ class Dispatch:
         The gradients of the gates are sums over this rank's features.
         """
         rows, gates = saved
-        drows, dgates = split_by_pair(self._gather(dy, plan), rows, plan.pairs, gates)
+        drows, dgates = _split_by_pair(self._gather(dy, plan), rows, plan.pairs, gates)
         return self._exchange(drows, plan), self._scatter(dgates, plan)
 
     def _gather(self, a: Array, plan: RowRoutes) -> Array:
@@ -208,14 +208,14 @@ def _arrivals(lengths: np.ndarray) -> np.ndarray | None:
                            for start, length in zip(starts.T.ravel(), lengths.T.ravel())])
 
 
-def take_pairs(tokens: Array, pairs: np.ndarray, top: int) -> Array:
+def _take_pairs(tokens: Array, pairs: np.ndarray, top: int) -> Array:
     """Copy the rows of the tokens of `pairs`, which are numbered ``top token + choice``."""
     library = backend_of(tokens)
     return library.take_rows(tokens, pairs // top,
                              library.empty((len(pairs), tokens.shape[1]), tokens.dtype))
 
 
-def sum_by_token(rows: Array, places: np.ndarray, gates: Array | None = None) -> Array:
+def _sum_by_token(rows: Array, places: np.ndarray, gates: Array | None = None) -> Array:
     """Sum the rows of each token's pairs, times their gates, in the order of the choices.
 
     `rows` is (pairs, features); `places`, int64 (tokens, k), says the row of each pair, -1 for
@@ -237,17 +237,17 @@ def sum_by_token(rows: Array, places: np.ndarray, gates: Array | None = None) ->
     return total
 
 
-def split_by_pair(dy: Array, rows: Array, pairs: np.ndarray,
-                  gates: Array) -> tuple[Array, Array]:
-    """Compute the gradients of rows and gates of `sum_by_token` from the gradient of its result.
+def _split_by_pair(dy: Array, rows: Array, pairs: np.ndarray,
+                   gates: Array) -> tuple[Array, Array]:
+    """Compute the gradients of rows and gates of `_sum_by_token` from the gradient of its result.
 
-    dy is (tokens, features); `rows` and `gates` are the arguments of `sum_by_token`; `pairs`,
+    dy is (tokens, features); `rows` and `gates` are the arguments of `_sum_by_token`; `pairs`,
     int64, has the pair, ``k token + choice``, of each row.  Returns drows, (pairs, features) in
     the type of dy, and dgates, (tokens, k): sums over these features, 0 for pairs without a row.
     """
     library, top = backend_of(dy), gates.shape[1]
     xp, count = library.xp, gates.shape[0] * top
-    drows = take_pairs(dy, pairs, top)
+    drows = _take_pairs(dy, pairs, top)
     wide = upcast(drows)
     products = xp.sum(wide * upcast(rows), axis=1, keepdims=True)
     dgates = library.empty((count, 1), gates.dtype)

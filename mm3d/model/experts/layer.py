@@ -18,18 +18,15 @@ from mm3d.grid.layout import Layout
 from mm3d.model.architecture import PLAIN, Architecture
 from mm3d.model.builder import Builder
 from mm3d.model.chains import Recomputed
-from mm3d.model.experts.activation import (activation_backward, activation_forward, add_biases,
-                                           sum_biases)
-from mm3d.model.experts.assumed import AssumedOrder
-from mm3d.model.experts.balance import balance_loss, z_loss
-from mm3d.model.experts.token_order import TokenOrder, capacity_of, counts, kept, positions
+from mm3d.model.experts.grouped_product import (GroupedProduct, activation_backward,
+                                                activation_forward, add_biases, sum_biases)
+from mm3d.model.experts.token_order import (AssumedOrder, TokenOrder, capacity_of, counts, kept,
+                                            positions)
+from mm3d.model.experts.gates import ChosenExperts, balance_loss, choose, gates_backward, z_loss
 from mm3d.model.experts.dispatch import Dispatch, RowRoutes
-from mm3d.model.experts.gates import ChosenExperts, choose, gates_backward
-from mm3d.model.experts.grouped_product import GroupedProduct
 from mm3d.model.experts.options import ExpertOptions
-from mm3d.model.experts.router import Router
+from mm3d.model.experts.router import Router, SharedExpert
 from mm3d.model.experts.totals import RoutingTotals, Routings
-from mm3d.model.experts.shared_expert import SharedExpert
 from mm3d.model.layers import Layer
 from mm3d.model.parameters import Parameter
 from mm3d.model.sizes import ModelSizes
@@ -107,7 +104,7 @@ class ExpertsLayer:
     An architecture may have no biases, or SwiGLU instead of GELU; a shared expert is added to it.
     `build` makes the parameters, and its `routings` record each routing.  An expert has `hidden`
     features at both ends, and `wide` between its products, globally; the model has `layer_count`
-    layers, see `mm3d.model.experts.balance.shares`.
+    layers, see `mm3d.model.experts.gates.shares`.
     """
 
     def __init__(self, build: Builder, name: str, experts: ExpertOptions, hidden: int, wide: int,

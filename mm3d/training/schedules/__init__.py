@@ -6,11 +6,10 @@ on arrays or communicates; the standard library is all that it needs.
 """
 
 from mm3d.training.schedules.builders import all_builders, build
-from mm3d.training.schedules.check import check
-from mm3d.training.schedules.clock import time_actions
-from mm3d.training.schedules.schedule import Action, Schedule, ScheduleError
-from mm3d.training.schedules.text import format_schedule, parse_schedule
-from mm3d.training.schedules.times import Times
+from mm3d.training.schedules.messages import check
+from mm3d.training.schedules.clock import Times, time_actions
+from mm3d.training.schedules.schedule import (Action, Schedule, ScheduleError, format_schedule,
+                                              parse_schedule)
 
 __all__ = ["Action", "Schedule", "ScheduleError", "Times", "build", "check", "time_actions",
            "format_schedule", "parse_schedule", "all_builders"]

@@ -4,14 +4,76 @@ An action begins when the previous action on its rank is done and its inputs hav
 result arrives on another rank one hop after the end of the action; on the same rank at that end.
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from fractions import Fraction
+from typing import Iterable, Mapping
 
-from mm3d.training.schedules.schedule import Completion, Schedule, ScheduleError
-from mm3d.training.schedules.times import Times
+from mm3d.training.schedules.schedule import STEPS, Completion, Schedule, ScheduleError
 
-
+Exact = int | float | str | Fraction
 ActionPlace = tuple[int, int]    # a rank, and the number of an action in its row
+
+
+def exact(value: Exact) -> Fraction:
+    """Return a number as a fraction; a float as the decimal number that it is printed as."""
+    return Fraction(str(value))
+
+
+@dataclass(frozen=True)
+class Times:
+    """Hold the times of the steps in each stage, in any one unit.
+
+    Attributes
+    ----------
+    forward, backward, weights : tuple of Fraction
+        By stage: F; B, the gradient of the input; W, the gradient of the weights.
+    hop : Fraction
+        From the end of an action to the arrival of its result on another rank.  Neither rank is
+        busy with it.
+    links : mapping of (int, int) to Fraction
+        Hops from a rank to another that take another time than `hop`.
+    """
+
+    forward: tuple[Fraction, ...]
+    backward: tuple[Fraction, ...]
+    weights: tuple[Fraction, ...]
+    hop: Fraction = Fraction(0)
+    links: Mapping[tuple[int, int], Fraction] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not len(self.forward) == len(self.backward) == len(self.weights) > 0:
+            raise ValueError(f"times of {len(self.forward)}, {len(self.backward)} and "
+                             f"{len(self.weights)} stages: as many of F, B and W are needed")
+        if min(*self.forward, *self.backward, *self.weights, self.hop, *self.links.values()) < 0:
+            raise ValueError("times are negative: times of at least 0 are needed")
+
+    @classmethod
+    def by_stage(cls, forward: Iterable[Exact], backward: Iterable[Exact],
+                 weights: Iterable[Exact], hop: Exact = 0) -> "Times":
+        """Return times that differ from stage to stage."""
+        every = (tuple(map(exact, times)) for times in (forward, backward, weights))
+        return cls(*every, exact(hop))
+
+    @classmethod
+    def equal(cls, stages: int, forward: Exact, backward: Exact, weights: Exact,
+              hop: Exact = 0) -> "Times":
+        """Return the same times for each of `stages` stages."""
+        return cls.by_stage([forward] * stages, [backward] * stages, [weights] * stages, hop)
+
+    def of(self, kind: str, stage: int) -> Fraction:
+        """Return the time of an action of this kind in a stage; "BW" takes that of both parts."""
+        every = {"F": self.forward, "B": self.backward, "W": self.weights}
+        return sum((every[step][stage] for step in STEPS[kind]), Fraction(0))
+
+    def hop_between(self, source: int, target: int) -> Fraction:
+        """Return the time of a hop from a rank to a rank; none from a rank to itself."""
+        return Fraction(0) if source == target else self.links.get((source, target), self.hop)
+
+    def denominator(self) -> int:
+        """Return the least number that makes all times whole when multiplied by it."""
+        return math.lcm(*(time.denominator for time in (
+            *self.forward, *self.backward, *self.weights, self.hop, *self.links.values())))
 
 
 @dataclass(frozen=True)
@@ -96,7 +158,7 @@ def time_actions(schedule: Schedule, times: Times) -> Timeline:
     Parameters
     ----------
     schedule : Schedule
-        One that passes `mm3d.training.schedules.check.check`.
+        One that passes `mm3d.training.schedules.messages.check`.
     times : Times
         Times of its stages.
 
@@ -193,7 +255,7 @@ def peak_in_flight(schedule: Schedule, kept: Fraction | int = 0) -> tuple[Fracti
 
     A micro-batch is in flight in a stage from the begin of its forward on.  `kept` is the share of
     its activations that the gradient of the weights still needs: 0 counts to the end of B, 1 to
-    the end of W.  The schedule passes `mm3d.training.schedules.check.check`.  The result is in
+    the end of W.  The schedule passes `mm3d.training.schedules.messages.check`.  The result is in
     activations of one micro-batch in one stage: with several chunks a rank a stage has a part of
     the rank's layers only.
     """

@@ -1,5 +1,13 @@
-"""Define actions and schedules, and the results that each action needs."""
+"""Define actions and schedules, and the results that each action needs; read and write them.
 
+In a text, of one line a rank, an action is its kind, its chunk with a point where the schedule has
+several chunks a rank, and its micro-batch: ``F0 F1 BW0 BW1`` or ``F0.3 B1.2 W1.2``.  A ``&`` joins
+an action with the one before it: ``F0.5&BW1.3``.  In front of the actions and a colon stand the
+rank's stages, chunk by chunk; they may be left out where rank r has stage r alone.  ``#`` begins a
+comment.
+"""
+
+import re
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Callable, NamedTuple
@@ -14,7 +22,7 @@ class ScheduleError(ValueError):
     Attributes
     ----------
     rule : str
-        The name of the rule; see `mm3d.training.schedules.check.check`.
+        The name of the rule; see `mm3d.training.schedules.messages.check`.
     rank, index : int or None
         The rank, and the number of the action in its row, counted from 0; None where the rule
         does not concern one rank or action.
@@ -129,10 +137,9 @@ def vee(ranks: int) -> tuple[tuple[int, ...], ...]:
     return tuple((rank, 2 * ranks - 1 - rank) for rank in range(ranks))
 
 
-BUILDERS: dict[str, Callable[..., Schedule]] = {}
 MOST_STEPS = 2 ** 18    # forward steps, ranks x chunks x micro-batches: a minute and half a GB
-MOST_OF_BUILDER: dict[str, int] = {}      # of each builder
-CHUNKS: dict[str, int] = {}    # a rank, of each builder without a choice
+# By name: the function, the most forward steps, and the chunks a rank without a choice.
+BUILDERS: dict[str, tuple[Callable[..., Schedule], int, int]] = {}
 
 
 def builder(name: str, most: int = MOST_STEPS, chunks: int = 1) -> Callable[
@@ -143,6 +150,67 @@ def builder(name: str, most: int = MOST_STEPS, chunks: int = 1) -> Callable[
     parameter `chunks` instead, with a default.
     """
     def named(function: Callable[..., Schedule]) -> Callable[..., Schedule]:
-        BUILDERS[name], MOST_OF_BUILDER[name], CHUNKS[name] = function, most, chunks
+        BUILDERS[name] = function, most, chunks
         return function
     return named
+
+
+_ACTION = re.compile(r"(&?)(F|BW|B|W)(?:(\d+)\.)?(\d+)")
+
+
+def format_schedule(schedule: Schedule) -> str:
+    """Return a schedule as text, which `parse_schedule` reads back."""
+    plain = schedule.stages == loop(schedule.ranks)
+    lines = []
+    for own, row in zip(schedule.stages, schedule.rows):
+        text = "".join(("&" if action.joined else " ") + action.kind
+                       + f"{action.chunk}." * (schedule.chunks > 1) + str(action.micro)
+                       for action in row)
+        lines.append(text.lstrip() if plain else f"{' '.join(map(str, own))}:{text}")
+    return "\n".join(lines) + "\n"
+
+
+def parse_schedule(text: str) -> Schedule:
+    """Return the schedule that a text describes.
+
+    Parameters
+    ----------
+    text : str
+        One line a rank; empty lines and comments do not count.
+
+    Raises
+    ------
+    ScheduleError
+        By the rule "text", with the rank and the number of the action, when the text cannot be
+        read.  What it says is not checked; see `mm3d.training.schedules.messages.check`.
+    """
+    lines = [line.partition("#")[0].strip() for line in text.splitlines()]
+    lines = [line for line in lines if line]
+    if not lines:
+        raise ScheduleError("text", "it has no line with actions")
+    stages, rows = [], []
+    for rank, line in enumerate(lines):
+        before, colon, after = line.rpartition(":")
+        stages.append(_stages(before, rank) if colon else (rank,))
+        rows.append(_row(after, rank))
+    return Schedule(tuple(stages), tuple(rows))
+
+
+def _stages(text: str, rank: int) -> tuple[int, ...]:
+    try:
+        return tuple(map(int, text.split()))
+    except ValueError:
+        raise ScheduleError("text", f"{text.strip()!r}: the numbers of its stages are expected "
+                                    f"before the colon", rank) from None
+
+
+def _row(text: str, rank: int) -> tuple[Action, ...]:
+    row = []
+    for index, word in enumerate(text.replace("&", " &").split()):
+        found = _ACTION.fullmatch(word)
+        if not found:
+            raise ScheduleError("text", f"{word!r}: F, B, W or BW with a micro-batch is expected, "
+                                        f"such as F3, or F1.3 for chunk 1", rank, index)
+        joined, kind, chunk, micro = found.groups()
+        row.append(Action(kind, int(chunk or 0), int(micro), bool(joined)))
+    return tuple(row)

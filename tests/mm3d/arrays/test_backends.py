@@ -20,9 +20,8 @@ import llamas
 import mm3d
 from mm3d.arrays import backend, cupy_backend
 from mm3d.arrays.numpy_backend import NumpyBackend
-from mm3d.model.experts.balance import balance_loss, z_loss
+from mm3d.model.experts.gates import balance_loss, choose, gates_backward, z_loss
 from mm3d.model.experts.token_order import counts
-from mm3d.model.experts.gates import choose, gates_backward
 from mm3d.model.experts.options import GATES
 from mm3d.model.experts.layer import Experts
 from models import PARALLELISMS, SIZES, Parallelism, data, differences, serial, train

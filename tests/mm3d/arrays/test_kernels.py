@@ -9,10 +9,10 @@ import pytest
 
 from mm3d.arrays import backend, cupy_kernels
 from mm3d.arrays.cupy_attention import GpuAttention
-from mm3d.model import functional, layers, rotary, swiglu, token_functions, vectors
+from mm3d.model import functional, layers, rotary, token_functions
 from rounded import DTYPES, attend, close, dtype_of, numbers
 
-READABLE = functional, vectors, layers, rotary, swiglu
+READABLE = functional, layers, rotary
 # Odd lengths, one column, one row, more columns than threads; packs of 16 bytes and not.
 SHAPES = [(3, 5, 7), (2, 4, 64), (1, 1, 1), (1, 1, 2056), (300, 1), (70, 33), (0, 8), (5, 0)]
 
@@ -60,7 +60,7 @@ def test_elementwise(cupy, name):
         gated = numbers((*shape[:-1], 2, shape[-1]), name, 5)
         for found, expected in both(cupy, name, "swiglu_backward", [dy, gated], 1):
             close(found, expected, name)
-        expected = swiglu.swiglu_forward.__wrapped__(gated.astype(float), np.empty(shape))
+        expected = layers.swiglu_forward.__wrapped__(gated.astype(float), np.empty(shape))
         close(cupy.to_host(cupy.kernels.swiglu_forward(
             cupy.asarray(gated), cupy.empty(shape, x.dtype))), expected, name)
         for wide in (False, True):

@@ -2,7 +2,7 @@
 import numpy as np
 import pytest
 
-from mm3d.model import initial_values
+from mm3d.model import draws
 
 
 @pytest.fixture
@@ -29,18 +29,18 @@ def cuts(length: int) -> list[slice]:
 @pytest.mark.parametrize("shape", [(70, 67), (33, 3, 66), (3, 20, 37), (2, 1030), (1027,), (1,)])
 def test_a_part_is_a_part_of_the_whole(shape):
     """To the bit, wherever it begins and ends."""
-    whole = initial_values.draw_normal(3, "a", shape, tuple(slice(0, n) for n in shape))
+    whole = draws.draw_normal(3, "a", shape, tuple(slice(0, n) for n in shape))
     assert whole.shape == shape and len(np.unique(whole)) == whole.size
     places = [()]
     for n in shape:
         places = [(*place, part) for place in places for part in cuts(n)[:: 1 + len(shape)]]
     for place in places:
-        part = initial_values.draw_normal(3, "a", shape, place)
+        part = draws.draw_normal(3, "a", shape, place)
         assert np.array_equal(part, whole[place]), place
 
 
 def test_nothing_is_drawn_for_an_empty_part(drawn):
-    assert initial_values.draw_normal(0, "a", (4, 5), (slice(2, 2), slice(0, 5))).shape == (0, 5)
+    assert draws.draw_normal(0, "a", (4, 5), (slice(2, 2), slice(0, 5))).shape == (0, 5)
     assert not drawn
 
 
@@ -53,21 +53,21 @@ def test_nothing_is_drawn_for_an_empty_part(drawn):
     ((65536,), (slice(1000, 3000),))])
 def test_a_rank_draws_little_more_than_its_part(drawn, shape, place):
     """At most one block beyond each of its borders."""
-    part = initial_values.draw_normal(0, "a", shape, place)
+    part = draws.draw_normal(0, "a", shape, place)
     *leading, columns = (s.stop - s.start for s in place)
     if len(shape) == 1:
-        most = columns + 2 * initial_values.BLOCK_ELEMENTS
+        most = columns + 2 * draws.BLOCK_ELEMENTS
     else:
         runs = 1 if leading[1:] == list(shape[1:-1]) else leading[0]
-        rows = part.size // columns + runs * 2 * (initial_values.BLOCK_ROWS - 1)
-        block_columns = initial_values.BLOCK_ELEMENTS // initial_values.BLOCK_ROWS
+        rows = part.size // columns + runs * 2 * (draws.BLOCK_ROWS - 1)
+        block_columns = draws.BLOCK_ELEMENTS // draws.BLOCK_ROWS
         most = rows * (columns + 2 * (block_columns - 1))
     assert part.size <= sum(drawn) <= most
 
 
 def test_every_block_has_a_stream_of_its_own():
     """No number comes twice, in blocks side by side, one below the other, and of other arrays."""
-    numbers = [initial_values.draw_normal(seed, name, (128, 128), (slice(0, 128),) * 2)
+    numbers = [draws.draw_normal(seed, name, (128, 128), (slice(0, 128),) * 2)
                for seed in (0, 1) for name in ("a", "b")]
     assert len(np.unique(numbers)) == 4 * 128 * 128
     assert abs(np.mean(numbers)) < 0.02 and abs(np.std(numbers) - 1) < 0.02

@@ -4,8 +4,8 @@ import pytest
 from mpi4py import MPI
 
 import mm3d
-from mm3d.model.dropout import Dropout, DropoutResidual
-from mm3d.model.masks import MaskKey, draw_kept, dropped_of_65536
+from mm3d.model.dropout import Dropout
+from mm3d.model.draws import MaskKey, draw_kept, dropped_of_65536
 from mm3d.tracing.dry_run import trace_step
 from models import PARALLELISMS, SOME, Parallelism, policies
 
@@ -98,20 +98,6 @@ def results(model, place=(4, 6), passes=("a",), halves=False) -> list[np.ndarray
             *model.gradients().values()]
 
 
-@pytest.mark.ranks(1, 4, slow=(8,))
-def test_results_are_those_of_the_serial_model(comm):
-    """An element dropped on one grid and kept on another would change them by far more."""
-    with Parallelism("serial").on(comm if comm.size == 1 else comm.Split(comm.rank)) as scheme:
-        expected = results(mm3d.Transformer(scheme, **SIZES, **OPTIONS))
-        without = results(mm3d.Transformer(scheme, **SIZES, **OPTIONS | {"dropout": 0.0}))
-    assert not np.allclose(expected[0], without[0])
-    for parallelism in SOME[comm.size]:
-        with parallelism.on(comm, "numpy") as scheme:
-            for one, other in zip(results(mm3d.Transformer(scheme, **SIZES, **OPTIONS)), expected,
-                                  strict=True):
-                assert np.allclose(one, other, rtol=1e-11, atol=1e-11), str(parallelism)
-
-
 @pytest.mark.ranks(1, slow=(8,))
 def test_the_same_bits_with_recomputation_and_in_halves(comm):
     """Two micro-batches in flight: one mask drawn for another of them would be seen.
@@ -156,9 +142,3 @@ def test_it_moves_nothing():
     plain, dropped = (trace_step("3d", 4, (1, 2, 2), **SIZES, recompute="full", dropout=p)
                       for p in (0.0, 0.5))
     assert plain.traffic == dropped.traffic and plain.flops() == dropped.flops()
-
-
-def test_without_dropout_nothing_of_it_is_built():
-    with Parallelism("serial").on(MPI.COMM_SELF) as scheme:
-        model = mm3d.Transformer(scheme, **SIZES)
-        assert not any(isinstance(layer, DropoutResidual) for layer in model.layers.layers)

@@ -149,7 +149,9 @@ SIZES_THAT_CANNOT_BE = [
     ({"dtype": "int32"}, ["'int32'", "float64, float32, float16"]),
     ({"dtype": "bfloat16"}, ["'bfloat16'", "float64, float32, float16", "install ml_dtypes"]),
     ({"causal": "no"}, ["causal='no': True or False"]), ({"seed": None}, ["seed=None", "whole"]),
-    ({"dtype": None}, ["None", "float64, float32, float16"])]
+    ({"dtype": None}, ["None", "float64, float32, float16"]),
+    *(({"dtype": dtype, "master": master}, ["float32 masters are for types of 16 bits"])
+      for dtype, master in (("float32", "float32"), ("float16", "float64")))]
 
 
 @pytest.mark.ranks(1, 8)
@@ -166,6 +168,9 @@ def test_objects_of_another_kind(comm, model):
                        (lambda: mm3d.scheme("3d", MPI.COMM_NULL), "is no communicator"),
                        (lambda: mm3d.Transformer("3d", **SIZES), "Transformer: '3d' is no scheme"),
                        (lambda: mm3d.GPT(comm, **SIZES), "GPT: .*comm is no mesh"),
+                       (lambda: mm3d.Pipeline(comm, "1f1b", 1, **SIZES), "Pipeline: .*no mesh"),
+                       (lambda: mm3d.load_pretrained(".", comm, batch=1, seq=2),
+                        "load_pretrained: .*comm is no mesh: mm3d.Mesh.comm, ..."),
                        (lambda: mm3d.AdamW(None, lr=1), "AdamW: NoneType is no model"),
                        (lambda: mm3d.save("a", None), "save: NoneType is no model"),
                        (lambda: mm3d.restore("a", None), "restore: NoneType is no model"),
@@ -178,7 +183,8 @@ def test_objects_of_another_kind(comm, model):
 def test_models_of_tokens(comm):
     mesh = mm3d.Mesh(comm, scheme="3d")
     for name, value in (("tied", "no"), ("synchronous", "no"), ("ignored", 1.5),
-                        ("dropout", "x"), ("z_loss", "x"), ("label_smoothing", "x")):
+                        ("dropout", "x"), ("z_loss", "x"), ("label_smoothing", "x"),
+                        ("vocab", 0), ("label_smoothing", 1), ("z_loss", -0.1)):
         with pytest.raises(ValueError, match=f"{name}={value!r}"):
             mm3d.GPT(mesh, **SIZES, **{name: value})
     with pytest.raises(TypeError, match="schedule=5: a name or a Schedule"):

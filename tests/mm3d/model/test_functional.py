@@ -12,9 +12,8 @@ from mm3d.model import functional
 from mm3d.model.attention.layer import Attention
 from mm3d.model.builder import Builder
 from mm3d.model.chains import Chain, Residual
-from mm3d.model.layers import Gelu, LayerNorm, Linear, RMSNorm
+from mm3d.model.layers import Gelu, LayerNorm, Linear, RMSNorm, SwiGLU
 from mm3d.model.rotary import Rotary, Turns
-from mm3d.model.swiglu import SwiGLU
 from compiled import load_compiled
 from models import SOME
 from reference import relative_error
@@ -59,13 +58,19 @@ def test_gelu(blocks):
     check_gradient(plain_gelu, x, dy, functional.gelu_backward(dy, x, np.empty_like(x)))
 
 
-def test_gelu_far_from_zero():
-    """0 or x, and slopes of 0 or 1, without overflow."""
-    backend.get("numpy")
-    x = np.array([[-1e6, -30, 0, 30, 1e6]])
-    assert np.array_equal(gelu(x), [[0, 0, 0, 30, 1e6]])
-    slopes = functional.gelu_backward(np.ones_like(x), x, np.empty_like(x))
-    assert np.array_equal(slopes, [[0, 0, 0.5, 1, 1]])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_gelu_far_from_zero(dtype):
+    """0 or x, and slopes of 0 or 1, without overflow, also in the fast version."""
+    x, b = np.array([[-1e6, -30, 0, 30, 1e6]], dtype), np.zeros(5, dtype)
+    for kernels in (backend.get("numpy").kernels, None):
+        with np.errstate(all="raise", under="ignore"):
+            if kernels is None:
+                y, slopes = gelu(x), functional.gelu_backward(np.ones_like(x), x, np.empty_like(x))
+            else:
+                y = kernels.bias_gelu_forward(x, b, np.empty_like(x))
+                slopes, _ = kernels.bias_gelu_backward(np.ones_like(x), x, b, np.empty_like(x))
+        assert np.allclose(y, [[0, 0, 0, 30, 1e6]], rtol=0, atol=1e-30)
+        assert np.allclose(slopes, [[0, 0, 0.5, 1, 1]], rtol=0, atol=1e-15)
 
 
 def itself(sums):
@@ -85,13 +90,6 @@ def test_normalize(blocks):
     assert relative_error(xhat, (x - mean) / np.sqrt(variance + 1e-5)) <= 1e-14
     dx = functional.normalize_backward(dy, xhat, rstd, 4, itself, np.empty_like(x))
     check_gradient(lambda x: normalize(x)[0], x, dy, dx)
-
-
-def test_normalize_adds_eps_to_the_variance():
-    """A constant row has variance 0."""
-    backend.get("numpy")
-    xhat, rstd = normalize(np.full((2, 4), 3.0), eps=0.25)
-    assert np.array_equal(xhat, np.zeros((2, 4))) and np.array_equal(rstd, np.full((2, 1), 2.0))
 
 
 @pytest.mark.ranks(*SOME)
@@ -138,18 +136,6 @@ def test_attention(blocks, causal):
     check_gradient(lambda v: plain_attention(q, k, v, 2, causal)[0], v, dy, dv)
     if causal:    # no query sees position 5
         assert not dk[:, 5].any() and not dv[:, 5].any() and dk[:, 4].all() and dv[:, 4].all()
-
-
-def test_gelu_kernel_far_from_zero():
-    """0 or x, and slopes of 0 or 1, without overflow, in the fast version."""
-    kernels = backend.get("numpy").kernels
-    for dtype in ("float32", "float64"):
-        x, b = np.array([[-1e6, -30, 0, 30, 1e6]], dtype), np.zeros(5, dtype)
-        with np.errstate(all="raise", under="ignore"):
-            y = kernels.bias_gelu_forward(x, b, np.empty_like(x))
-            slopes, _ = kernels.bias_gelu_backward(np.ones_like(x), x, b, np.empty_like(x))
-        assert np.allclose(y, [[0, 0, 0, 30, 1e6]], rtol=0, atol=1e-30)
-        assert np.allclose(slopes, [[0, 0, 0.5, 1, 1]], rtol=0, atol=1e-15)
 
 
 def test_attention_with_large_scores():

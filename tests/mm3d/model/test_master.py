@@ -109,12 +109,3 @@ def test_small_steps_add_up(comm):
             p.accumulate(np.full_like(p.grad, 2048))
             p.accumulate(np.ones_like(p.grad))
             assert np.all(p.grad == 2049), p.name
-
-
-@pytest.mark.ranks(1, 2)
-@pytest.mark.parametrize("options", [dict(dtype="float32", master="float32"),
-                                     dict(dtype="float16", master="float64")])
-def test_masters_that_cannot_be_are_refused(comm, options):
-    with Parallelism("1d").on(comm, "numpy") as scheme:
-        with pytest.raises(ValueError, match="float32 masters are for types of 16 bits"):
-            mm3d.Transformer(scheme, **SIZES["even"], **options)

@@ -1,7 +1,6 @@
 """A layer of another kind is one class; dry runs and traces count it."""
 import math
 
-import numpy as np
 import pytest
 
 import mm3d
@@ -109,22 +108,6 @@ def test_dry_runs_are_what_is_counted_with_another_layer(comm, recompute):
         assert dried.flops() == trace.flops(), case
 
 
-def test_gradients_of_another_layer():
-    """Both matrices of the embedding, by central differences along one direction each."""
-    scheme = mm3d.scheme("serial", mm3d.grid.grid.MPI.COMM_SELF)
-    model = mm3d.Transformer(scheme, **SIZES["few"], dtype="float64", make_layers=with_embedding)
-    x, dy = model.random("x"), model.random("dy")
-    model.backward(dy, model.forward(x)[1])
-    for parameter in model.parameters[:2]:
-        values = []
-        for step in (1e-6, -2e-6):
-            parameter.value += step
-            values.append(np.sum(model.forward(x)[0] * dy))
-        parameter.value += 1e-6
-        slope = (values[0] - values[1]) / 2e-6
-        assert slope == pytest.approx(parameter.grad.sum(), rel=1e-6), parameter.name
-
-
 @pytest.mark.parametrize("recompute", POLICIES)
 @pytest.mark.parametrize("layers", [1, 4, 7])
 def test_parameters_have_the_names_of_their_layers(layers, recompute):
@@ -138,14 +121,3 @@ def test_parameters_have_the_names_of_their_layers(layers, recompute):
         f"layers.{n}.{name}" for n in range(layers) for name in of_layer]
     assert len(of_layer) == cost.parameter_arrays(model.sizes)
     assert sum(math.prod(p.shape) for p in model.parameters) == cost.parameters(model.sizes)
-
-
-def test_sizes_are_a_value():
-    sizes = ModelSizes(2, 48, 4, 8, 16)
-    assert dict(sizes) == dict(layers=2, hidden=48, heads=4, batch=8, seq=16)
-    assert ModelSizes(**sizes) == sizes and {sizes: 1}[ModelSizes(**sizes)] == 1
-    assert ModelSizes.from_settings({"seed": 0, **sizes}) == sizes and sizes.tokens == 128
-    with pytest.raises(KeyError):
-        sizes["vocab"]
-    with pytest.raises(ValueError, match="hidden=47 .* heads=4 .*hidden=44 or hidden=48"):
-        ModelSizes(2, 47, 4, 8, 16).check()

@@ -10,7 +10,6 @@ from mm3d import ModelSizes
 from mm3d.arrays import backend
 from mm3d.model import cost
 from mm3d.model.recomputation import POLICIES, parse_policy
-from mm3d.model.chains import Recomputed
 from mm3d.tracing import dry_run
 from mm3d.tracing.observe import observed
 from mm3d.tracing.trace import Trace
@@ -124,6 +123,7 @@ def test_every_policy_that_is_tried_is_known_and_repeats_itself():
     assert POLICIES[0] == "none" and len(set(map(parse_policy, POLICIES))) == len(POLICIES)
     assert parse_policy("uniform:3").groups(7) == [3, 3, 1]
     assert parse_policy("selective").groups(7) == []
+    assert {p.name for found in EXAMPLES.values() for p in found} == set(mm3d.SCHEMES)
 
 
 class Clock:
@@ -164,9 +164,3 @@ def test_tracing_tells_what_is_computed_again(comm):
                 f"layers.{n}.{part} again" for n in (1, 0)
                 for part in ("mlp", "mlp", "attention", "attention")]
         assert not any(name.startswith("reduce-scatter d") for name in first)
-
-
-def test_a_recomputed_chain_holds_nothing():
-    """What it is made of is all that it has."""
-    assert set(vars(Recomputed())) == {"layers", "parameters"}
-    assert {p.name for found in EXAMPLES.values() for p in found} == set(mm3d.SCHEMES)

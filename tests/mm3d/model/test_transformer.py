@@ -104,25 +104,6 @@ def test_rows_are_whole_sequences_where_the_batch_allows(sizes, batch, rows):
 
 
 @pytest.mark.ranks(1, 4, slow=(8,))
-def test_state_and_load(comm):
-    """`load` then `state` gives the same bits, names and shapes as documented; `gradients` the
-    same names and shapes."""
-    size = SIZES["uneven"]
-    x, dy, state = data(**size)
-    expected = serial("uneven", False)
-    for parallelism in SOME[comm.size]:
-        with parallelism.on(comm) as scheme:
-            model = mm3d.Transformer(scheme, **size, dtype="float64")
-            train(model, x, dy, state)
-            found, gradients = model.state(), model.gradients()
-        assert list(found) == list(state) == list(gradients)
-        for name, a in found.items():
-            assert np.array_equal(a, state[name]), f"{parallelism}: {name}"
-            gradient = expected[name].reshape(a.shape)
-            assert relative_error(gradients[name], gradient) <= 1e-11, f"{parallelism}: {name}"
-
-
-@pytest.mark.ranks(1, 4, slow=(8,))
 def test_micro_batches_in_flight(comm):
     """Forward, forward, backward, backward gives to the bit what one after the other does, and
     gradients add up until they are set to zero.  x, dy and what forward saved are as before, so

@@ -1,4 +1,4 @@
-"""Vectors along the features: stored once on the diagonal, added to and multiplied with rows."""
+"""Vectors along the features: stored once on the diagonal, gathered; sums of their gradients."""
 import math
 from itertools import chain
 from typing import Iterator, NamedTuple
@@ -8,9 +8,8 @@ import pytest
 
 import mm3d
 from mm3d.grid.activations import Space
-from mm3d.model.joined_vectors import join_vectors
-from mm3d.model.vectors import (Vector, add_backward, add_forward, scale_backward,
-                                scale_forward)
+from mm3d.model.functional import sum_rows
+from mm3d.model.vectors import Vector, join_vectors
 from reference import (every_grid, grids, grids_and_squares, integers, moved, on_grid, schemes,
                        total, words)
 
@@ -25,15 +24,6 @@ class Side(NamedTuple):
 
     space: Space
     where: str
-
-    def case(self, shape, unit, dtype="float64"):
-        """A vector, its global array b and rows A, and this rank's blocks of the two."""
-        vector = Vector(self.space, shape, unit)
-        b = integers(shape, 1, dtype)
-        A = integers((BATCH, SEQ, *shape), 2, dtype)
-        rows = self.space.layout(len(shape) - 1, unit)
-        grid = self.space.grid
-        return vector, b, A, rows, vector.layout.shard(b, grid), rows.shard(A, grid)
 
 
 def sides(comm, *names: str, **options: str) -> Iterator[Side]:
@@ -68,10 +58,10 @@ def test_the_diagonal_of_3d(comm):
             assert np.array_equal(local, block if mine else b[:0]), grid
 
 
-# --- A + b and A * b -----------------------------------------------------------------------
+# --- Gathering, and sums of gradients -------------------------------------------------------
 
 @grids_and_squares
-def test_adding_to_and_scaling_every_row(comm):
+def test_every_rank_gathers_its_features_and_sums_are_of_all_rows(comm):
     """Exact integers, in every space of every scheme; also 3-D with whole sequences and copies.
 
     On 8 ranks each space has one of the cases in turn.
@@ -80,10 +70,8 @@ def test_adding_to_and_scaling_every_row(comm):
     for turn, side in enumerate(every):
         for shape, unit in CASES if comm.size < 8 else CASES[turn % len(CASES):][:1]:
             check_owners(comm, side, shape, unit)
-            check_adding(side, shape, unit)
-            check_scaling(side, shape, unit)
-        for dtype in ("float32", "float16"):
-            check_types(side, dtype)
+            for dtype in ("float64", "float32", "float16"):
+                check_vector(side, shape, unit, dtype)
 
 
 def check_owners(comm, side, shape, unit):
@@ -97,51 +85,18 @@ def check_owners(comm, side, shape, unit):
     assert sorted(stored) == sorted(list(numbers.ravel()) * copies), side.where
 
 
-def check_adding(side, shape, unit):
-    """C = A + b, in place and not; db sums rows that differ from rank to rank."""
-    vector, b, A, rows, b_local, A_local = side.case(shape, unit)
-    grid = side.space.grid
-    expected = rows.shard(A + b, grid)
-    C = add_forward(A_local, b_local, vector, out=np.full_like(A_local, 99))
-    assert np.array_equal(C, expected), side.where
-    assert np.array_equal(A_local, rows.shard(A, grid)), side.where
+def check_vector(side, shape, unit, dtype):
+    """A + b of this rank's rows, and sums over rows that differ from rank to rank."""
+    grid, vector = side.space.grid, Vector(side.space, shape, unit)
+    b, A = integers(shape, 1, dtype), integers((BATCH, SEQ, *shape), 2, dtype)
+    rows = side.space.layout(len(shape) - 1, unit)
+    b_local, A_local = vector.layout.shard(b, grid), rows.shard(A, grid)
+    b_l = vector.gather_features(b_local)
+    assert np.array_equal(A_local + b_l, rows.shard(A + b, grid)), side.where
     assert np.array_equal(b_local, vector.layout.shard(b, grid)), side.where
-    add_forward(A_local, b_local, vector, out=A_local)
-    assert np.array_equal(A_local, expected), side.where
-    db = vector.reduce_gradient(add_backward(rows.shard(A, grid)))
+    db = vector.reduce_gradient(A_local.sum(axis=(0, 1)))
     assert equal(db, vector.layout.shard(A.sum(axis=(0, 1)), grid)), side.where
-
-
-def check_scaling(side, shape, unit):
-    """C = A * b; dA = dC * b with the gathered b, db the sum of dC * A over all rows."""
-    vector, b, A, rows, b_local, A_local = side.case(shape, unit)
-    grid, dC = side.space.grid, integers(A.shape, 3)
-    C, b_l = scale_forward(A_local, b_local, vector, out=np.empty_like(A_local))
-    assert np.array_equal(C, rows.shard(A * b, grid)), side.where
-    scale_forward(A_local, b_local, vector, C, added=b_local)
-    assert np.array_equal(C, rows.shard(A * b + b, grid)), side.where
-    dC_local, expected = rows.shard(dC, grid), rows.shard(dC * b, grid)
-    for out in (np.empty_like(A_local), dC_local):
-        same = scale_backward(dC_local, A_local, b_l, np.empty_like(out), added=True)
-        dA, terms = scale_backward(dC_local, A_local, b_l, out=out)
-        db = vector.reduce_gradient(terms)
-        assert np.array_equal(dA, expected) and np.array_equal(same[0], dA), side.where
-        assert np.array_equal(same[1], terms), side.where
-        assert equal(vector.reduce_gradient(same[2]),
-                     vector.layout.shard(dC.sum((0, 1)), grid)), side.where
-        assert equal(db, vector.layout.shard((dC * A).sum((0, 1)), grid)), side.where
-        assert np.array_equal(A_local, rows.shard(A, grid)), side.where
-
-
-def check_types(side, dtype):
-    """Nothing is promoted."""
-    vector, b, A, rows, b_local, A_local = side.case((13,), 1, dtype)
-    C = add_forward(A_local, b_local, vector, out=A_local)
-    scaled, b_l = scale_forward(C, b_local, vector, out=np.empty_like(C))
-    dA, terms = scale_backward(C, scaled, b_l, out=np.empty_like(C))
-    db = vector.reduce_gradient(terms)
-    got = [C, scaled, b_l, dA, db, vector.reduce_gradient(add_backward(C))]
-    assert {a.dtype.name for a in got if a is not None} == {dtype}, side.where
+    assert {a.dtype.name for a in (b_l, db) if a is not None} == {dtype}, side.where
 
 
 @pytest.mark.ranks(1, 8)
@@ -149,7 +104,7 @@ def test_float16_sums_over_rows_are_rounded_once(comm):
     """4096 rows of 1 on each rank: a sum in float16 would stop at 2048."""
     with on_grid(comm, 1, 1, comm.size) as grid:
         vector = Vector(Space(grid, 1, 4096, ",", "z", "z"), (3 * comm.size,))
-        db = vector.reduce_gradient(add_backward(np.ones((1, 4096, 3), np.float16)))
+        db = vector.reduce_gradient(sum_rows(np.ones((1, 4096, 3), np.float16)))
         assert db.tolist() == [4096] * 3
 
 

@@ -16,7 +16,7 @@ from mm3d.grid.axis import Axis
 from mm3d.grid.split import Split
 from mm3d.model.builder import Builder
 from mm3d.model.layers import Linear
-from mm3d.model.joined_vectors import FlatVectors
+from mm3d.model.vectors import FlatVectors
 from mm3d.schemes.overlap import Overlap
 from mm3d.schemes.row_panels import RowPanels
 from mm3d.tracing.observe import observed

@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 import mm3d
-from mm3d.model.experts.assumed import ChoicePattern
+from mm3d.model.experts.token_order import ChoicePattern
 from mm3d.tracing import dry_run
 from mm3d.tracing.events import Gemm
 

@@ -6,7 +6,7 @@ import pytest
 
 from mm3d.training.schedules import Times, build, check, time_actions
 from mm3d.training.schedules.clock import peak_in_flight
-from mm3d.training.schedules.search import least_cost
+from mm3d.training.schedules.builders.auto import least_cost
 
 
 def drawn(seed: int):

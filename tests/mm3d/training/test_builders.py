@@ -1,10 +1,9 @@
 """Every builder over ranges of ranks and micro-batches: right, in order, in the memory it says."""
-import re
 from fractions import Fraction
 
 import pytest
 
-from mm3d.training.schedules import all_builders, build, builders, check
+from mm3d.training.schedules import all_builders, build, check
 from mm3d.training.schedules.clock import peak_in_flight
 from mm3d.training.schedules.messages import message_count, pending_needed
 from mm3d.training.schedules.schedule import BUILDERS, builder, Schedule, loop
@@ -149,10 +148,3 @@ def test_a_new_builder_needs_its_function_alone():
             build("one-by-one", 3, 2 ** 15)
     finally:
         del BUILDERS["one-by-one"]
-
-
-def test_no_module_lists_the_builders():
-    """Their names are in their own files alone."""
-    with open(builders.__file__) as file:
-        found = set(re.findall(r'"([\w-]+)"', file.read()))
-    assert not found & set(all_builders())

@@ -6,7 +6,7 @@ import mm3d
 from gpts import case_of
 from mm3d.grid.layout import Layout
 from mm3d.grid.shape import GridShape
-from mm3d.training.sharded_parameters import shard_layout
+from mm3d.training.data_parallel import shard_layout
 from models import different
 from reference import all_refuse
 

@@ -1,11 +1,8 @@
-"""A GPT whose sequences are divided among ranks has the losses and gradients of one rank."""
-import functools
-
-import numpy as np
+"""What is moved and multiplied where sequences are divided among ranks, and what is refused."""
 import pytest
 
 import mm3d
-from gpts import SIZES, alone, case_of, differences, tokens_and_targets, train
+from gpts import SIZES, tokens_and_targets
 from llamas import architecture
 from mm3d.grid.activations import chunks_of
 from mm3d.model.attention.costs import context_moves, context_pairs
@@ -14,59 +11,6 @@ from mm3d.model.sizes import ModelSizes
 from mm3d.tracing import dry_run
 from mm3d.tracing.events import Gemm
 from reference import all_refuse
-
-# By ranks: mesh, what changes rounding alone, architecture, positions, other options.  No number
-# of positions is a multiple of the chunks, and 3 and 5 positions leave some of them empty.
-MESHES = {
-    2: [(dict(context=2, scheme="serial"), dict(zero=1), "llama", 7, {}),
-        (dict(context=2, scheme="serial"), dict(recompute="selective"), None, 3, {})],
-    4: [(dict(context=4, scheme="serial"), dict(microbatches=2, zero=3), "llama", 13, {}),
-        (dict(context=2, scheme="1d-sp"), dict(zero=1), "qwen", 7, dict(tied=False)),
-        (dict(context=2, scheme="3d", grid=(1, 2, 1), rows="positions"), dict(zero=3), None, 9,
-         dict(dropout=0.2)),
-        (dict(stages=2, context=2, scheme="serial"), dict(microbatches=2, schedule="zb-h1"),
-         None, 6, dict(dropout=0.2)),
-        (dict(context=4, scheme="serial"), dict(in_flight=1), "window", 11, {}),
-        (dict(context=4, scheme="serial"), {}, None, 5, {}),
-        (dict(context=2, scheme="3d", grid=(2, 1, 1)), dict(recompute="full"), "llama", 5, {}),
-        (dict(data=2, context=2, scheme="serial"), dict(zero=3, microbatches=2), "window", 9,
-         {})],
-    8: [(dict(stages=2, context=2, scheme="3d", grid=(1, 2, 1), rows="positions"), dict(
-            microbatches=2, zero=3), "window", 14, {}),
-        (dict(context=4, scheme="1d"), dict(zero=3), "biases", 17, dict(dropout=0.2)),
-        (dict(context=2, scheme="2d"), dict(microbatches=2), "gelu", 8, {}),
-        (dict(context=2, scheme="3d", grid=(2, 2, 1)), dict(zero=1), "llama", 10, {}),
-        (dict(data=2, context=2, shards=2, scheme="3d", grid=(2, 1, 1)), dict(
-            zero=3, recompute="full+selective"), "llama", 7, dict(tied=False))]}
-
-
-@functools.cache
-def on_one_rank(name, seq, **options) -> dict[str, np.ndarray]:
-    more = {} if name is None else dict(architecture=architecture(name))
-    return alone(sizes_of(name, seq), **more, **options)
-
-
-def sizes_of(name, seq):
-    return SIZES | dict(seq=seq) | ({} if name is None else dict(hidden=10, heads=6))
-
-
-@pytest.mark.ranks(2, 4, 8, first=(8,))
-@pytest.mark.parametrize("number", [*range(4), *(
-    pytest.param(n, marks=pytest.mark.slow) for n in range(4, 8))])
-def test_losses_and_gradients_are_those_of_one_rank(comm, number):
-    """In both ways, on 4 and 8 ranks in turn, with each architecture, uneven chunks, ZeRO,
-    pipelines and dropout."""
-    where, how, name, seq, options = case_of(comm, MESHES, number)
-    expected = on_one_rank(name, seq, **options)
-    mesh, more = mm3d.Mesh(comm, **where), how | options
-    if name is not None:
-        more["architecture"] = architecture(name)
-    ways = "ring", "gather"
-    for way in ways if comm.size < 4 else ways[(number + comm.size // 8) % 2:][:1]:
-        found = train(mesh, sizes=sizes_of(name, seq), context_way=way, **more)
-        wrong = differences(found, expected, 1e-12, 1e-12)
-        assert not wrong, (mesh, name, way, wrong)
-
 
 # --- What is moved and multiplied -----------------------------------------------------------
 

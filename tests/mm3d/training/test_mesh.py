@@ -67,15 +67,6 @@ def test_what_is_no_mesh_is_named(arguments, said):
         grids(*arguments)
 
 
-@pytest.mark.parametrize("make, call", [
-    (lambda comm, **sizes: mm3d.Pipeline(comm, "1f1b", 1, **sizes), "Pipeline"),
-    (lambda comm, batch, seq, **sizes: mm3d.load_pretrained(".", comm, batch=batch, seq=seq),
-     "load_pretrained")])
-def test_a_communicator_is_no_mesh(comm, make, call):
-    with pytest.raises(TypeError, match=f"{call}: Intracomm is no mesh: mm3d.Mesh.comm, ..."):
-        make(comm, layers=1, hidden=4, heads=2, batch=1, seq=2)
-
-
 def test_numbers_of_numpy_are_numbers_and_truth_is_none():
     two = np.int64(2)
     assert grids(8, two, (2, 2, 1)) == (GridShape("xyz", (2, 2, 1)),) * 2

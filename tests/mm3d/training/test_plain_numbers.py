@@ -111,18 +111,6 @@ def test_initial_values_and_rates_of_numpy():
     assert rates[1] == mm3d.warmup_cosine(3, 10, float(np.float32(0.1)), 5) != rates[0]
 
 
-def test_sizes_and_dropout_of_numpy():
-    scheme = mm3d.scheme("serial", MPI.COMM_SELF)
-    found = []
-    for convert in (dict, unlike):
-        model = mm3d.Transformer(scheme, **convert(dict(layers=1, hidden=12, heads=2, batch=2,
-                                                        seq=3, seed=1, dropout=0.3)))
-        model.mask_key.place = 0, 0
-        y, saved = model.forward(model.random("x"))
-        found.append({"y": y.copy(), "dx": model.backward(model.random("dy"), saved)})
-    assert same(*found)
-
-
 @pytest.mark.parametrize("given, expected", [
     (np.float64(0.5), 0.5), (np.float32(0.5), 0.5), (np.longdouble(0.5), 0.5),
     (np.float16(0.5), 0.5), (np.array(0.5), 0.5), (np.int32(7), 7), (np.array(7), 7), (3, 3),

@@ -9,19 +9,18 @@ import importlib
 import inspect
 import pkgutil
 from numbers import Integral
-from typing import Any, Callable
+from typing import Any
 
 from mm3d.names import find_name
-from mm3d.training.schedules.schedule import (BUILDERS, CHUNKS, MOST_OF_BUILDER, MOST_STEPS,
-                                              Schedule, builder)
+from mm3d.training.schedules.schedule import BUILDERS, MOST_STEPS, Schedule, builder
 
 __all__ = ["build", "builder", "check_request", "check_size", "full_name", "all_builders"]
 
 
-def all_builders() -> dict[str, Callable[..., Schedule]]:
-    """Return all builders by name."""
+def all_builders() -> list[str]:
+    """Return the names of all builders."""
     _import_all()
-    return dict(sorted(BUILDERS.items()))
+    return sorted(BUILDERS)
 
 
 @functools.cache
@@ -43,7 +42,7 @@ def build(name: str, ranks: int, microbatches: int, **conditions: Any) -> Schedu
         At least 1 each.
     **conditions
         A builder gets the ones that it has a parameter for: ``chunks`` a rank; ``times`` of its
-        stages (`mm3d.training.schedules.times.Times`), a limit of ``memory`` and the share
+        stages (`mm3d.training.schedules.clock.Times`), a limit of ``memory`` and the share
         ``kept`` for the gradient of the weights, as in
         `mm3d.training.schedules.clock.peak_in_flight`.
 
@@ -54,7 +53,7 @@ def build(name: str, ranks: int, microbatches: int, **conditions: Any) -> Schedu
         micro-batches, or it has more forward steps than its builder allows.
     """
     plain, given = _request(name, ranks, microbatches, conditions)
-    return BUILDERS[plain](ranks, microbatches, **given)
+    return BUILDERS[plain][0](ranks, microbatches, **given)
 
 
 def check_request(name: str, ranks: int, microbatches: int) -> None:
@@ -82,7 +81,8 @@ def _request(name: str, ranks: int, microbatches: int,
              conditions: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return the plain name, and the conditions that its builder gets."""
     plain, colon, count = full_name(name).partition(":")
-    known = inspect.signature(BUILDERS[plain]).parameters
+    function, most, fixed = BUILDERS[plain]
+    known = inspect.signature(function).parameters
     given = {key: value for key, value in conditions.items() if key in known}
     if colon:
         if "chunks" not in known:
@@ -91,10 +91,10 @@ def _request(name: str, ranks: int, microbatches: int,
             raise ValueError(f"schedule {name!r}: a number of chunks of at least 1 is expected "
                              f"after the colon")
         given["chunks"] = int(count)
-    chunks = given.get("chunks", known["chunks"].default if "chunks" in known else CHUNKS[plain])
+    chunks = given.get("chunks", known["chunks"].default if "chunks" in known else fixed)
     if not all(isinstance(number, Integral) and number >= 1
                for number in (ranks, microbatches, chunks)):
         raise ValueError(f"{ranks!r} ranks with {chunks!r} chunks and {microbatches!r} "
                          f"micro-batches: whole numbers of at least 1 would do")
-    check_size(ranks, microbatches, chunks, MOST_OF_BUILDER[plain])
+    check_size(ranks, microbatches, chunks, most)
     return plain, given

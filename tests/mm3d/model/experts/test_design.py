@@ -9,7 +9,7 @@ from mm3d.arrays import backend
 from mm3d.model.experts.options import ExpertDesign
 from mm3d.model.experts.gates import choose, gates_backward
 from mm3d.model.experts.layer import Experts
-from mm3d.model.initial_values import gpt2_values, varied_values
+from mm3d.model.draws import gpt2_values, varied_values
 from mm3d.tracing import dry_run
 from models import Parallelism
 

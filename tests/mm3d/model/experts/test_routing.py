@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from mm3d.arrays import backend
-from mm3d.model.experts.balance import balance_loss, shares, z_loss
+from mm3d.model.experts.gates import (ChosenExperts, balance_loss, choose, gates_backward, shares,
+                                      z_loss)
 from mm3d.model.experts.token_order import capacity_of, counts, kept, positions
-from mm3d.model.experts.gates import ChosenExperts, choose, gates_backward
 from mm3d.model.experts.options import GATES
 from mm3d.model.experts.layer import Experts
 from mm3d.model.experts.totals import updated_bias, utilisation_entropy
@@ -236,17 +236,6 @@ def test_losses_against_central_differences(gate):
     assert np.isclose(value[0], 0.7 / 22 * (np.log(np.exp(z).sum(1)) ** 2).sum())
 
 
-def test_parts_of_a_loss_add_up_to_that_of_the_whole():
-    z, experts = logits(), Experts(COUNT)
-    total = counts(choose(z, experts).chosen, COUNT)
-    whole = balance_loss(choose(z, experts), experts, total, TOKENS), z_loss(z, 1e-3, TOKENS)
-    parts = [(balance_loss(choose(part, experts), experts, total, TOKENS),
-              z_loss(part, 1e-3, TOKENS)) for part in (z[:4], z[4:4], z[4:])]
-    for n in range(2):
-        assert np.isclose(sum(p[n][0][0] for p in parts), whole[n][0][0], rtol=1e-14)
-        assert (np.concatenate([p[n][1] for p in parts]) == whole[n][1]).all()
-
-
 def test_the_bias_moves_towards_balance():
     bias = updated_bias(np.array([1.0, 1, 1]), np.array([[5, 2, 1], [1, 2, 1]]), 0.125)
     assert bias.tolist() == [0.875, 1, 1.125]    # 6, 4 and 2 tokens; the mean is 4
@@ -281,14 +270,6 @@ def test_bad_options_are_refused_in_one_line(options, message):
     with pytest.raises(ValueError) as refused:
         Experts(**options).check()
     assert message in str(refused.value) and "\n" not in str(refused.value)
-
-
-def test_good_options_pass():
-    for experts in (Experts(8), Experts(1, top=1), Experts(4, top=4, capacity=None, every=1),
-                    Experts(4, capacity=None, convention="huggingface")):
-        experts.check()
-    assert [n for n in range(6) if Experts(8).in_layer(n)] == [1, 3, 5]
-    assert [n for n in range(6) if Experts(8, every=1).in_layer(n)] == [0, 1, 2, 3, 4, 5]
 
 
 def test_a_capacity_of_nothing_and_counts_that_overflow_are_refused():

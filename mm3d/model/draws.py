@@ -1,5 +1,12 @@
-"""Draw the initial values of a model, and other random numbers, the same on every grid."""
+"""Draw a model's initial values, other random numbers, and masks, the same on every grid.
 
+Whether dropout keeps an element of an activation depends on the seed, the step of training, the
+name of the layer and the element's global position (sequence of the batch, position, feature)
+alone.  So every scheme, grid, micro-batch, stage and replica sees a part of one global mask, and
+backward and recomputation draw again what forward has drawn: no mask is stored.
+"""
+
+import hashlib
 import math
 import sys
 from typing import Callable, Iterator
@@ -7,8 +14,7 @@ from typing import Callable, Iterator
 import numpy as np
 
 from mm3d.arrays.backend import host_dtype
-from mm3d.arrays.plain_numbers import plain_number
-from mm3d.model.masks import keyed_philox
+from mm3d.arrays.plain_numbers import is_number, plain_number
 from mm3d.model.parameters import Parameter
 
 # Mean and 1 / standard deviation of a parameter by its name and shape; infinity for no deviation.
@@ -18,6 +24,12 @@ InitialValues = Callable[[str, tuple[int, ...]], tuple[float, float]]
 # streams would take longer than drawing; with larger ones, a rank would draw more numbers outside
 # its part.
 BLOCK_ROWS, BLOCK_ELEMENTS = 32, 1024
+
+# Of masks.
+BITS = 16             # a probability is rounded to a multiple of 2^-16
+BLOCK_FEATURES = 64   # features of a block of one stream
+_WORDS = BLOCK_FEATURES * BITS // 64
+_COUNTS = _WORDS // 4    # Philox makes four words of 64 bits for each count
 
 
 def varied_values(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
@@ -95,12 +107,15 @@ def draw_normal(seed: int, name: str, shape: tuple[int, ...],
     total, length = int(np.prod(shape[:-1])), shape[-1]
     height = min(BLOCK_ROWS, total)
     width = BLOCK_ELEMENTS // height
-    streams = _Streams(seed, name)
+    bits = keyed_philox(f"{seed}/{name}")
+    generator, state = np.random.Generator(bits), bits.state    # at the start of a stream
+    counter = state["state"]["counter"]
     for start, stop, part, within in _split_rows(rows, height):
         for left in range(columns.start // width * width, columns.stop, width):
             right = min(left + width, length)
-            block = streams.draw_block(start // height, left // width, min(stop, total) - start,
-                                       right - left)
+            counter[2:] = start // height, left // width
+            bits.state = state
+            block = generator.standard_normal((min(stop, total) - start, right - left))
             first, last = max(left, columns.start), min(right, columns.stop)
             flat[part, first - columns.start:last - columns.start] = \
                 block[within, first - left:last - left]
@@ -123,18 +138,71 @@ def _split_rows(rows: np.ndarray,
         yield start, stop, slice(first, last), within
 
 
-class _Streams:
-    """Hold the random streams of the blocks of one array."""
+def keyed_philox(key: str) -> np.random.Philox:
+    """Return the generator of Salmon, Moraes, Dror and Shaw, SC 2011, with a text as its key.
 
-    def __init__(self, seed: int, name: str) -> None:
-        self._bits = keyed_philox(f"{seed}/{name}")
-        self._generator = np.random.Generator(self._bits)
-        self._state = self._bits.state    # at the start of a stream
-        self._counter = self._state["state"]["counter"]
+    To set its state takes 3 us, to make a new one 20 us.
+    """
+    digest = hashlib.blake2b(key.encode(), digest_size=16).digest()
+    return np.random.Philox(key=np.frombuffer(digest, np.uint64), counter=0)
 
-    def draw_block(self, block_row: int, block_column: int, rows: int,
-                   columns: int) -> np.ndarray:
-        """Draw the rows x columns numbers of the block in this block row and column."""
-        self._counter[2:] = block_row, block_column
-        self._bits.state = self._state
-        return self._generator.standard_normal((rows, columns))
+
+class MaskKey:
+    """Hold the key of the masks that the layers of a model draw.
+
+    `seed` is that of the model; `place` has the step of training, and the number of the
+    activations' first sequence in the global batch.  None, at first and in validation, drops
+    nothing.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed: int = seed
+        self.place: tuple[int, int] | None = None
+
+
+def dropped_of_65536(probability: float) -> int:
+    """Return how many of 65536 elements are dropped on average.
+
+    Raises ValueError when it is no probability, or too near 1 to be told from it in 16 bits.
+    """
+    if not (is_number(probability) and 0 <= probability < 1 - 2.0 ** -BITS):
+        raise ValueError(f"dropout={probability!r}: a probability of at least 0 and below "
+                         f"1 - 2^-{BITS} would do")
+    return round(probability * 2 ** BITS)
+
+
+def draw_kept(seed: int, step: int, name: str, seq: int, place: tuple[slice, slice, slice],
+              dropped: int) -> np.ndarray:
+    """Draw which elements of a part of a global activation (batch, seq, features) are kept.
+
+    Features are divided into blocks of `BLOCK_FEATURES`.  Each block has a random stream of its
+    own: Philox with seed, step of training and name of the layer as the key, and the numbers of
+    the block and of the token as the start of the counter.  A rank draws the tokens and the blocks
+    of its part alone, a number of 16 bits for each element.
+
+    `seq` is the global number of positions; `place` has the sequences of the global batch, the
+    positions and the features of the part, with start and stop; of 65536 elements `dropped` are
+    dropped on average.  The result, in the shape of the part, is True where an element is kept.
+    """
+    sequences, positions, features = place
+    kept = np.empty(tuple(s.stop - s.start for s in place), bool)
+    if not kept.size:
+        return kept
+    if kept.shape[1] == seq:    # the tokens of all sequences follow each other
+        runs = [(sequences.start * seq, kept.reshape(-1, kept.shape[2]))]
+    else:
+        runs = [(number * seq + positions.start, part)
+                for number, part in zip(range(sequences.start, sequences.stop), kept)]
+    bits = keyed_philox(f"{seed}/{step}/{name}/dropout")
+    state = bits.state
+    counter = state["state"]["counter"]
+    for first, part in runs:
+        for block in range(features.start // BLOCK_FEATURES, -(-features.stop // BLOCK_FEATURES)):
+            counter[0], counter[2] = first * _COUNTS, block
+            bits.state = state
+            left = block * BLOCK_FEATURES
+            start, stop = max(left, features.start), min(left + BLOCK_FEATURES, features.stop)
+            drawn = bits.random_raw(len(part) * _WORDS).view(np.uint16).reshape(len(part), -1)
+            np.greater_equal(drawn[:, start - left:stop - left], dropped,
+                             out=part[:, start - features.start:stop - features.start])
+    return kept
