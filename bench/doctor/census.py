@@ -78,7 +78,7 @@ def take_census(*variables: str) -> list[dict[str, Any]]:
     """
     from mpi4py import MPI
     from bench.instruments.clock import Clock
-    from mm3d.transport.node_words import number_nodes
+    from mm3d.transport.nodes import number_nodes
     comm = MPI.COMM_WORLD
     nodes = number_nodes(comm)
     node = nodes[comm.rank]

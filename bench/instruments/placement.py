@@ -13,7 +13,7 @@ from mpi4py import MPI
 from mm3d import ModelSizes
 from mm3d.grid.shape import GridShape
 from mm3d.model import cost
-from mm3d.transport.node_words import number_nodes
+from mm3d.transport.nodes import number_nodes
 
 GroupSizes = dict[str, int]
 

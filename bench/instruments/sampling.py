@@ -14,7 +14,7 @@ from bench.instruments.clock import Clock, time_on_all_ranks
 from bench.records.measurements import Setting, Variable
 from bench.statistics import Interval, elapsed, median_interval
 from mm3d.launcher import wait_patiently
-from mm3d.transport.node_words import number_nodes
+from mm3d.transport.nodes import number_nodes
 
 # A sample has as many calls as take SAMPLE seconds, unless told otherwise, but at most CALLS.
 SAMPLE = 2e-3

@@ -16,7 +16,7 @@ class CrossingBytes(Observer):
     """Sum the bytes of collectives that nodes have to receive from others, by direction.
 
     A block crosses the link of a node once, as with bucket algorithms between nodes (see
-    `mm3d.transport.node_words.words_into_nodes`); the first rank of a line counts for all of it.
+    `mm3d.transport.nodes.words_into_nodes`); the first rank of a line counts for all of it.
     """
 
     kinds = (Collective,)

@@ -22,7 +22,7 @@ from mm3d.tracing.events import Boundary, Call, Collective, Gemm, MemoryPass, Ov
 from mm3d.tracing.trace import Trace
 from mm3d.transport.choice import LEAST_NODES, transport_class
 from mm3d.transport.lanes import chunk_bytes
-from mm3d.transport.node_words import in_place_collectives
+from mm3d.transport.nodes import in_place_collectives
 
 TERMS = ("gemm", "memory", "node", "network", "latency")
 Terms = dict[str, float]    # seconds by term
@@ -159,7 +159,7 @@ def shift_terms(machine: Machine, event: Collective) -> Terms:
 def chain_delay(event: Collective, per_node: int) -> float:
     """Return the extra time of a broadcast or reduction over nodes, as a share of its seconds.
 
-    Nodes pass on an array in chunks (`mm3d.transport.chain`).  In a product of SUMMA the next
+    Nodes pass on an array in chunks (`mm3d.transport.lanes`).  In a product of SUMMA the next
     node begins the next array a chunk later, as it is the second of the chain; at the end the last
     array travels over all other nodes.  For q arrays, one from each of q nodes, both of these
     delays take the time of q-1 chunks.  Small arrays go by MPI, which scatters and then gathers

@@ -11,7 +11,7 @@ from bench.records.measurements import Variable
 from bench.records.model_run import Run
 from mm3d.grid.axis import COLLECTIVES
 from mm3d.tracing.events import PHASES
-from mm3d.transport.node_words import in_place_collectives
+from mm3d.transport.nodes import in_place_collectives
 
 LABELS = {"gemm": "matrix products", "elementwise": "elementwise", "waiting": "waiting",
           "other": "other"}

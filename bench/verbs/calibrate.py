@@ -18,7 +18,7 @@ from bench.prediction.logs import fitting
 from bench.prediction.logs.reading import LogFile
 from bench.reports.log_tables import log_parts
 from mm3d.console import say
-from mm3d.transport.node_words import in_place_collectives
+from mm3d.transport.nodes import in_place_collectives
 
 GROUP = "Plan and predict"
 ON_ALL_RANKS = True

@@ -4,13 +4,14 @@ A piece is some rows of a block, as many as have about `PIECE_BYTES`.  It is wha
 compared with its checksum at a time.
 """
 
-import io
+import errno
 import math
 import os
+import tempfile
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO, Iterator
 
 import h5py
 import numpy as np
@@ -18,7 +19,6 @@ import numpy as np
 from mm3d.checkpoints.stored_arrays import StoredArray
 
 PIECE_BYTES = 1 << 18
-PAGE = 4096    # bytes of a file that are kept in memory together
 
 
 @dataclass(frozen=True)
@@ -35,57 +35,6 @@ class Block:
     checksums: tuple[int, ...]    # CRC-32 of each piece
 
 
-class SparseFile(io.RawIOBase):
-    """Hold a file of any size by the pages that are written; bytes between them are zero.
-
-    HDF5 lays out files of `size` bytes in it, without their data: on a full disk HDF5 itself ends
-    in a segmentation fault.
-    """
-
-    def __init__(self) -> None:
-        self._pages: dict[int, bytearray] = {}
-        self._place = self.size = 0
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._place = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._place,
-                                io.SEEK_END: self.size}[whence]
-        return self._place
-
-    def tell(self) -> int:
-        return self._place
-
-    def truncate(self, size: int | None = None) -> int:
-        self.size = self._place if size is None else size
-        return self.size
-
-    def readinto(self, buffer: Any) -> int:
-        left = memoryview(buffer).cast("B")[:max(0, self.size - self._place)]
-        count = len(left)
-        while left:
-            number, start = divmod(self._place, PAGE)
-            part = self._pages.get(number, bytes(PAGE))[start:start + len(left)]
-            left[:len(part)] = part
-            left, self._place = left[len(part):], self._place + len(part)
-        return count
-
-    def write(self, data: Any) -> int:
-        left = memoryview(data).cast("B")
-        count = len(left)
-        while left:
-            number, start = divmod(self._place, PAGE)
-            page = self._pages.setdefault(number, bytearray(PAGE))
-            part = left[:PAGE - start]
-            page[start:start + len(part)] = part
-            left, self._place = left[len(part):], self._place + len(part)
-        self.size = max(self.size, self._place)
-        return count
-
-    def pieces(self) -> list[tuple[int, bytes]]:
-        """Return the pages that were written, as the offset of each and its bytes."""
-        return [(number * PAGE, bytes(page[:self.size - number * PAGE]))
-                for number, page in sorted(self._pages.items()) if number * PAGE < self.size]
-
-
 def rows_of_piece(shape: tuple[int, ...], itemsize: int) -> int:
     """Return how many rows of a block are a piece."""
     return max(1, PIECE_BYTES // max(1, math.prod(shape[1:]) * itemsize))
@@ -94,15 +43,17 @@ def rows_of_piece(shape: tuple[int, ...], itemsize: int) -> int:
 def write_blocks(path: Path, arrays: list[StoredArray]) -> list[Block]:
     """Write this rank's blocks to a new file, and wait until they are on the disk.
 
-    HDF5 lays out the file in memory, and never meets the disk.
+    HDF5 lays out the file without the data in memory: on a full disk it ends in a segmentation
+    fault.
     """
-    layout, offsets = _lay_out(arrays)
     blocks = []
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
-        os.ftruncate(descriptor, layout.size)
-        for offset, piece in layout.pieces():    # with zeros where the data come
-            write_all(descriptor, piece, offset)
+        with _open_sparse() as layout:
+            offsets = _lay_out(layout, arrays)
+            os.ftruncate(descriptor, os.fstat(layout.fileno()).st_size)
+            for offset, piece in _written_pieces(layout.fileno()):
+                write_all(descriptor, piece, offset)
         for stored, offset in zip(arrays, offsets):
             host = stored.backend.host_copy(stored.array)
             start = tuple(s.start for s in stored.place)
@@ -114,9 +65,16 @@ def write_blocks(path: Path, arrays: list[StoredArray]) -> list[Block]:
     return blocks
 
 
-def _lay_out(arrays: list[StoredArray]) -> tuple[SparseFile, list[int]]:
-    """Return a file with a contiguous dataset for each array, and the offsets of their data."""
-    layout, offsets = SparseFile(), []
+def _open_sparse() -> BinaryIO:
+    """Open a file without a name, whose pages take memory when they are written."""
+    if hasattr(os, "memfd_create"):
+        return open(os.memfd_create("layout"), "w+b")
+    return tempfile.TemporaryFile()
+
+
+def _lay_out(layout: BinaryIO, arrays: list[StoredArray]) -> list[int]:
+    """Lay out a contiguous dataset for each array in a file; return the offsets of their data."""
+    offsets = []
     with h5py.File(layout, "w", libver="latest") as file:
         for stored in arrays:
             group, _, name = stored.path.rpartition("/")
@@ -128,7 +86,22 @@ def _lay_out(arrays: list[StoredArray]) -> tuple[SparseFile, list[int]]:
             dataset = h5py.h5d.create(file.require_group(group).id, name.encode(),
                                       h5py.h5t.py_create(stored.dtype), space, kind)
             offsets.append(dataset.get_offset())
-    return layout, offsets
+    layout.flush()
+    return offsets
+
+
+def _written_pieces(descriptor: int) -> Iterator[tuple[int, bytes]]:
+    """Iterate over the parts of a sparse file that were written: offset and bytes of each."""
+    end = 0
+    while True:
+        try:
+            start = os.lseek(descriptor, end, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno == errno.ENXIO:    # nothing more was written
+                return
+            raise
+        end = os.lseek(descriptor, start, os.SEEK_HOLE)
+        yield start, os.pread(descriptor, end - start, start)
 
 
 def _write_pieces(descriptor: int, offset: int, host: np.ndarray) -> tuple[int, ...]:

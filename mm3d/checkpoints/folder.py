@@ -69,10 +69,7 @@ def remove_old(folder: Path, keep: int, newest: Path) -> list[str]:
 
 
 def _remove(path: Path) -> None:
-    """Remove a checkpoint; of a link the link alone.
-
-    A folder that also holds foreign files stays.
-    """
+    """Remove a checkpoint, of a link the link alone; a folder with foreign files stays."""
     with suppress(FileNotFoundError):    # another job was faster
         if path.is_symlink():
             path.unlink()

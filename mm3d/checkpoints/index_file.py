@@ -148,8 +148,8 @@ def storable_attributes(attributes: Mapping[str, Any]) -> dict[str, Any]:
     if _come_back(plain):
         return plain
     bad = next(name for name, value in plain.items() if not _come_back({name: value}))
-    name = bad if bad.isidentifier() else repr(bad)
-    raise ValueError(f"{name}={attributes[bad]!r}: a text that UTF-8 has, without NUL, or a "
+    shown = bad if bad.isidentifier() else repr(bad)
+    raise ValueError(f"{shown}={attributes[bad]!r}: a text that UTF-8 has, without NUL, or a "
                      f"number of at most 64 bits would do, and a name that is such a text")
 
 

@@ -11,11 +11,13 @@ import numpy as np
 from mm3d.arrays.plain_numbers import check_whole
 from mm3d.checkpoints import folder as folders
 from mm3d.checkpoints.block_files import Block, read_part
-from mm3d.checkpoints.facts import compare_facts, known_facts
 from mm3d.checkpoints.index_file import DROPOUT_STEP, Index, read_index
-from mm3d.checkpoints.stored_arrays import StoredArray, stored_arrays
+from mm3d.checkpoints.stored_arrays import (OPTIMIZER_PREFIX, StoredArray, known_facts,
+                                            stored_arrays)
 from mm3d.checkpoints.together import on_each, on_root
 from mm3d.grid.agreement import same_arguments
+from mm3d.model.architecture import PLAIN
+from mm3d.model.definition import architecture_facts
 from mm3d.model.parameters import comm_of
 
 
@@ -102,9 +104,8 @@ def _read_all(folder: Path, step: int | None, model: Any, optimizer: Any,
                   Path, Index, list[tuple[StoredArray, np.ndarray]], list[str], list[str]]:
     """Find a checkpoint, compare it with the model, and read this rank's blocks.
 
-    Returns its path and index; the arrays that it has, each with this rank's block; the
-    optimizer's moments that it does not have; and differences that change the training alone, with
-    facts that are not known.
+    Returns its path and index; its arrays, each with this rank's block; the optimizer's moments
+    that it does not have; and the lines of `_compare_facts`.
     """
     comm = model.comm
     while True:
@@ -115,7 +116,7 @@ def _read_all(folder: Path, step: int | None, model: Any, optimizer: Any,
                    if not any(path.startswith(_paths_of([name])) for path in index.arrays)]
             held = [a for a in arrays if not a.path.startswith(_paths_of(new))]
             _check(path, comm, index, held, optimizer)
-            said = compare_facts(path, index, model, optimizer)
+            said = _compare_facts(path, index, model, optimizer)
             blocks = index.blocks_by_path()
             values = on_each(comm, problem, lambda: [
                 _read(path, stored, blocks[stored.path]) for stored in held])
@@ -152,16 +153,13 @@ def _check(path: Path, comm: Any, index: Index, arrays: list[StoredArray],
         raise ValueError(f"checkpoint {path} holds the optimizer "
                          f"{index.optimizer.get('name', 'none')}, not {name}: leave the optimizer "
                          f"out, or create the other one")
-    wrong = next((line for line in map(lambda a: _difference(index, a), arrays) if line), None)
+    wrong = next(filter(None, (_difference(index, a) for a in arrays)), None)
     every = comm.allgather((wrong, {a.path for a in arrays}))
-    lines = [line for line, _ in every if line]
     known = set().union(*(paths for _, paths in every))
     # Moments of an optimizer of the same kind, which this one does without, are no other model.
-    kept = _paths_of(optimizer.state) if optimizer is not None else ()
-    more = [p for p in index.arrays if p not in known and not (
-        p.startswith("optimizer/") and not p.startswith(kept))]
-    if more and not lines:
-        lines = [f"{more[0]} is not in the model"]
+    kept = "parameters/", *_paths_of(getattr(optimizer, "state", ()))
+    lines = [line for line, _ in every if line] + [
+        f"{p} is not in the model" for p in index.arrays if p.startswith(kept) and p not in known]
     if lines:
         raise ValueError(f"checkpoint {path} is of another model: {lines[0]}")
 
@@ -176,6 +174,33 @@ def _difference(index: Index, stored: StoredArray) -> str | None:
     if info.dtype != stored.dtype.str:
         return f"{stored.path} is in {np.dtype(info.dtype)}, not {stored.dtype}"
     return None
+
+
+def _compare_facts(path: Path, index: Index, model: Any, optimizer: Any) -> list[str]:
+    """Compare a model and its optimizer with the facts in an index.
+
+    Raises ValueError for a model of another function.  Returns a line for each fact that changes
+    the training alone, or that the checkpoint or the model does not state.
+    """
+    function, training = known_facts(model, optimizer)
+    stated = dict(index.model)
+    if "epsilon" in stated:    # of layers of this library: earlier ones were those of 2019
+        stated = architecture_facts(PLAIN) | stated
+    other = [f"{name} is {stated[name]!r} there, {value!r} here"
+             for name, value in function.items()
+             if name in stated and stated[name] != value]
+    if other:
+        raise ValueError(f"checkpoint {path} is of another model: {', '.join(other)}")
+    there = {name: value for name, value in index.training.items()
+             if optimizer is not None or not name.startswith(OPTIMIZER_PREFIX)}
+    said = [f"{name} was {there[name]!r}, and is {value!r}" for name, value in training.items()
+            if name in there and there[name] != value]
+    for one, other, who in ((stated | there, function | training, "the model"),
+                            (function | training, stated | there, "the checkpoint")):
+        if unknown := [name for name in one if name not in other]:
+            said.append(f"{who} does not say {', '.join(unknown)}: whether these are the same "
+                        f"cannot be told")
+    return said
 
 
 def _read(path: Path, stored: StoredArray, blocks: list[Block]) -> np.ndarray:

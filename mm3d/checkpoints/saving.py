@@ -6,11 +6,11 @@ from typing import Any
 
 from mm3d.arrays.plain_numbers import check_whole
 from mm3d.checkpoints import folder as folders
-from mm3d.checkpoints.block_files import Block, write_blocks
-from mm3d.checkpoints.facts import OPTIMIZER_PREFIX, known_facts
+from mm3d.checkpoints.block_files import write_blocks
 from mm3d.checkpoints.index_file import (DROPOUT_STEP, RESERVED, ArrayInfo, Index, index_bytes,
                                          storable_attributes)
-from mm3d.checkpoints.stored_arrays import StoredArray, stored_arrays
+from mm3d.checkpoints.stored_arrays import (OPTIMIZER_PREFIX, StoredArray, known_facts,
+                                            stored_arrays)
 from mm3d.checkpoints.together import on_each, on_root
 from mm3d.checkpoints.writer import Writer
 from mm3d.grid.agreement import same_arguments
@@ -65,11 +65,16 @@ def save(folder: str | Path, model: Any, optimizer: Any = None, step: int | None
     with same_arguments(comm, "save") as given:
         step = check_whole("step", getattr(optimizer, "steps", 0) if step is None else step, 0)
         keep = check_whole("keep", keep)
-        attributes = _own_attributes(attributes)
+        if taken := [name for name in attributes if name in RESERVED]:
+            raise ValueError(f"{taken[0]}={attributes[taken[0]]!r}: checkpoints have an attribute "
+                             f"{taken[0]} of their own, another name would do")
+        attributes = storable_attributes(attributes)
         described = {} if optimizer is None else storable_attributes({
             "name": type(optimizer).__name__, **optimizer.numbers()})
         facts = [*map(storable_attributes, known_facts(model, optimizer))]
-        counts = {"step": step} | _dropout_step(model)
+        counts = {"step": step}
+        if (masks := getattr(model, DROPOUT_STEP, None)) is not None:
+            counts[DROPOUT_STEP] = check_whole(DROPOUT_STEP, masks, 0)
         groups = (counts | attributes, described, *facts)
         given |= {"folder": str(folder), "keep": keep} | counts | {
             kind + name: value for kind, found in zip(
@@ -78,12 +83,9 @@ def save(folder: str | Path, model: Any, optimizer: Any = None, step: int | None
         arrays = stored_arrays(model, optimizer)
     writer = Writer(folder, step)    # which rank 0 alone uses
     try:
-        place = _write(writer, comm, arrays, groups)
-    except BaseException:
-        writer.discard()
-        raise
+        with writer:
+            place = _write(writer, comm, arrays, groups)
     finally:
-        writer.close()
         for line in writer.said:
             warnings.warn(line, stacklevel=2)
     on_root(comm, f"checkpoint {place} is written, but may not outlast a loss of power",
@@ -93,15 +95,6 @@ def save(folder: str | Path, model: Any, optimizer: Any = None, step: int | None
             warnings.warn(line, stacklevel=2)
     comm.Barrier()    # then what is to be removed is gone on all ranks
     return place
-
-
-def _own_attributes(attributes: dict[str, Any]) -> dict[str, Any]:
-    """Return the caller's attributes as they are stored; ValueError for one that cannot be."""
-    for name in attributes:
-        if name in RESERVED:
-            raise ValueError(f"{name}={attributes[name]!r}: checkpoints have an attribute {name} "
-                             f"of their own, another name would do")
-    return storable_attributes(attributes)
 
 
 def _write(writer: Writer, comm: Any, arrays: list[StoredArray],
@@ -115,20 +108,11 @@ def _write(writer: Writer, comm: Any, arrays: list[StoredArray],
         aside / f"blocks-{comm.rank:05d}.h5", own) if own else [])
     infos = {a.path: ArrayInfo(a.path, a.shape, a.public_shape, a.dtype.str) for a in arrays}
     gathered = comm.gather((infos, blocks))
-    return on_root(comm, problem, lambda: writer.complete(
-        index_bytes(_join(gathered, *groups), f"written by {comm.size} ranks")))
 
-
-def _dropout_step(model: Any) -> dict[str, int]:
-    """Return the step of the model's next dropout masks, where it drops anything."""
-    step = getattr(model, DROPOUT_STEP, None)
-    return {} if step is None else {DROPOUT_STEP: check_whole(DROPOUT_STEP, step, 0)}
-
-
-def _join(gathered: list[tuple[dict[str, ArrayInfo], list[Block]]],
-          *groups: dict[str, Any]) -> Index:
-    """Join the arrays and blocks of all ranks in an index."""
-    infos = {path: info for found, _ in gathered for path, info in found.items()}
-    parts = sorted(infos, key=lambda path: path.startswith("optimizer/"))    # parameters first
-    return Index({path: infos[path] for path in parts},
-                 [block for _, blocks in gathered for block in blocks], *groups)
+    def complete() -> Path:
+        known = {path: info for found, _ in gathered for path, info in found.items()}
+        paths = sorted(known, key=lambda path: path.startswith("optimizer/"))    # parameters first
+        index = Index({path: known[path] for path in paths},
+                      [block for _, blocks in gathered for block in blocks], *groups)
+        return writer.complete(index_bytes(index, f"written by {comm.size} ranks"))
+    return on_root(comm, problem, complete)

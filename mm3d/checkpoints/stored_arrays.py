@@ -1,4 +1,4 @@
-"""List the arrays that a checkpoint holds: parameters, and an optimizer's moments."""
+"""List what a checkpoint holds: parameters, an optimizer's moments, and what defines them."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 
 from mm3d.arrays.backend import Array, DTYPES, host_dtype
+
+OPTIMIZER_PREFIX = "optimizer."    # before the names of an optimizer's options
 
 
 @dataclass(frozen=True)
@@ -48,3 +50,11 @@ def stored_arrays(model: Any, optimizer: Any = None) -> list[StoredArray]:
             found.append(StoredArray(path, tuple(t.shape), tuple(t.public_shape), place,
                                      t.counted, array, t.grid.backend))
     return found
+
+
+def known_facts(model: Any, optimizer: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the facts that define a model, and those of its training alone; both may be empty."""
+    definition = getattr(model, "definition", None)
+    function, training = (definition.function, definition.training) if definition else ({}, {})
+    options = {} if optimizer is None else optimizer.options()
+    return function, training | {OPTIMIZER_PREFIX + name: value for name, value in options.items()}

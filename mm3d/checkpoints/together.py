@@ -12,8 +12,7 @@ PROBLEMS = (OSError, RuntimeError, ValueError, KeyError, MemoryError)
 def on_root(comm: Any, problem: str, act: Callable[[], Any]) -> Any:
     """Call `act` on rank 0, and return its result on all ranks.
 
-    Raises OSError on every rank alike, with `problem` before the line of the error that `act`
-    raised.
+    Raises OSError on every rank alike, with `problem` before the line of its error.
     """
     result, line = comm.bcast(_attempt(act) if comm.rank == 0 else None)
     if line:

@@ -20,6 +20,7 @@ import secrets
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, Self
 
 from mm3d.checkpoints import folder as folders
 from mm3d.checkpoints.block_files import write_all
@@ -56,7 +57,7 @@ class Writer:
     def begin(self) -> Path:
         """Remove the leftovers of other jobs, create the folder aside, and return it."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.said += remove_unfinished(self.folder)
+        self.said += _remove_unfinished(self.folder)
         self._first = self._free_place()
         for _ in range(TRIES):
             self._aside = self.folder / (f".step-{self.step:08d}-{machine()}-"
@@ -69,7 +70,7 @@ class Writer:
                     return self._aside
             except FileNotFoundError:    # another job took the empty folder for a leftover
                 continue
-            self.close()
+            self._close()
         raise OSError(f"other jobs remove what is written in {self.folder}")
 
     def _lock(self) -> bool:
@@ -110,20 +111,23 @@ class Writer:
         return next(path for name in names
                     if not os.path.lexists(path := self.folder / name))
 
-    def discard(self) -> None:
-        """Remove what was written, as far as that can be; `close` comes after it."""
-        if self._aside is not None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, failure: Any, *_: Any) -> None:
+        """Release the index; after a failure remove what was written, as far as that can be."""
+        if failure is not None and self._aside is not None:
             with suppress(OSError):    # the next writer removes it, or says why not
                 folders.remove_files(self._aside)
+        self._close()
 
-    def close(self) -> None:
-        """Release the index."""
+    def _close(self) -> None:
         if self._index is not None:
             os.close(self._index)
             self._index = None
 
 
-def remove_unfinished(folder: Path) -> list[str]:
+def _remove_unfinished(folder: Path) -> list[str]:
     """Remove what jobs that have ended left in a folder; return a line for each that stays."""
     said = []
     for path in folders.entries(folder):

@@ -65,10 +65,9 @@ def model_from_config(path: str | Path, *, batch: int, seq: int, **fields: Any) 
 
 
 def take_length(found: dict[str, Any], seq: int | None, name: str) -> int:
-    """Return the length of sequences, and take "positions" out of the result of `model_fields`.
+    """Return the length of sequences, `seq` or the longest; take "positions" out of the fields.
 
-    `seq` is the length that is asked for, None for the longest; messages call the model `name`.
-    Raises ValueError when a table of positions ends before.
+    Messages call the model `name`.  Raises ValueError when a table of positions ends before.
     """
     positions = found.pop("positions")
     if seq is not None and found["architecture"].positions == "learned" and seq > positions:
@@ -80,10 +79,9 @@ def take_length(found: dict[str, Any], seq: int | None, name: str) -> int:
 def model_fields(config: Mapping[str, Any], name: str = "the configuration") -> dict[str, Any]:
     """Return the fields of a `mm3d.Model` that the keys of a ``config.json`` state.
 
-    They are layers, hidden, heads, vocab, tied, architecture and experts; and as "positions" the
-    longest sequence that the model was made for.  Messages call the configuration `name`.  Raises
-    ValueError naming everything that is not computed here, or sizes that are missing or no
-    numbers.
+    As "positions" they have the longest sequence that the model was made for.  Messages call the
+    configuration `name`.  Raises ValueError naming everything that is not computed here, or sizes
+    that are missing or no numbers.
     """
     kind = config.get("model_type")
     family = FAMILIES.get(kind) if isinstance(kind, str) else None

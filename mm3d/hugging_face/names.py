@@ -56,21 +56,16 @@ class Piece:
     origin: tuple[int, ...]
 
     @property
-    def lengths(self) -> Shape:
-        """Return the lengths of the part, in the order of the dimensions here."""
-        return tuple(one.stop - one.start for one in self.target if isinstance(one, slice))
-
-    @property
     def end(self) -> Shape:
         """Return where the part ends in the tensor, in the tensor's order."""
-        ends = tuple(start + n for start, n in zip(self.origin, self.lengths))
+        kept = [one for one in self.target if isinstance(one, slice)]
+        ends = tuple(start + one.stop - one.start for start, one in zip(self.origin, kept))
         return ends[::-1] if self.transposed else ends
 
     def within(self, place: Slices) -> tuple[tuple[int | slice, ...], Slices] | None:
-        """Return where a block, `place` in the global array, has elements of this piece.
+        """Return the part of a block, `place` in the global array, that this piece is.
 
-        They are the part of the block, and that of the tensor in the tensor's order; None if there
-        is none.
+        And that of the tensor, in the tensor's order; None if there is none.
         """
         index: list[int | slice] = []
         box = []
@@ -127,9 +122,8 @@ def _columns(tensors: list[str], shape: Shape, sizes: ModelSizes
              ) -> Iterator[tuple[str, tuple[int], tuple[int | slice, ...]]]:
     """Yield the pieces of a layer's outputs: tensor, where they begin in it, and their part here.
 
-    `shape` is that of the outputs: (out,), or (products, out) of several products in one array.
-    There the queries of a group that share a key are products of their own; in the tensor they are
-    neighbours.
+    The outputs are (out,), or (products, out) of several products in one array.  There the queries
+    of a group that share a key are products of their own; in the tensor they are neighbours.
     """
     if len(shape) == 1:
         yield tensors[0], (0,), _whole(shape)

@@ -2,10 +2,8 @@
 
 import json
 from collections.abc import Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple
 
 from mm3d.arrays import backend as backends
 from mm3d.hugging_face.names import canonical
@@ -25,22 +23,20 @@ def safetensors() -> Any:
     return safetensors
 
 
-@dataclass(frozen=True)
-class Tensor:
-    """State the file, name, shape and type of a tensor."""
+class Tensor(NamedTuple):
+    """State the file, name, shape and type of a tensor; the type is as the file calls it."""
 
-    file: Path    # the file
-    name: str    # its name there
-    shape: tuple[int, ...]    # its shape
-    dtype: str    # its type, as the file calls it
+    file: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
 
 
 def find_tensors(folder: Path, kind: str) -> dict[str, Tensor]:
-    """Return all tensors of a folder by their full names, without buffers.
+    """Return all tensors of a folder of the family `kind` by their full names, without buffers.
 
-    It has ``model.safetensors``, or several files with ``model.safetensors.index.json``, of the
-    family `kind`, such as "llama".  Raises OSError when a file is missing or damaged; ValueError
-    when a tensor is there twice, or not where the index says, or of an unknown type.
+    Raises OSError when a file is missing or damaged; ValueError when a tensor is there twice, or
+    not where the index says, or of an unknown type.
     """
     places = _places(folder)
     found: dict[str, Tensor] = {}
@@ -64,8 +60,7 @@ def find_tensors(folder: Path, kind: str) -> dict[str, Tensor]:
             remedy = "pip install ml_dtypes" if one.dtype == MORE else f"{', '.join(known)}"
             raise ValueError(f"{folder}: tensor {one.name!r} is in {one.dtype}, which nothing "
                              f"here has: {remedy} would do")
-    lost = [name for name in places if name and (full := canonical(kind, name)) is not None
-            and full not in found]
+    lost = [name for name in places if name and canonical(kind, name) not in {None, *found}]
     if lost:
         raise ValueError(f"{folder}: tensor {lost[0]!r} is in the index, and not in "
                          f"{places[lost[0]].name}")
@@ -107,9 +102,8 @@ def check_tensors(folder: Path, found: Mapping[str, Tensor],
                   wanted: Mapping[str, tuple[int, ...]], longer: Mapping[str, int]) -> None:
     """Check the tensors that were found in a folder against the shapes that a model wants.
 
-    Messages name the `folder`.  The tensors of `longer`, as those of positions, may have more
-    rows, at most as many as it says.  Raises ValueError, naming the first, when some are missing,
-    too many, or of another shape.
+    Those of `longer`, as of positions, may have more rows, at most as many as it says.  Raises
+    ValueError, naming the first, when some are missing, too many, or of another shape.
     """
     for what, names in (("missing", [*(wanted.keys() - found.keys())]),
                         ("not of this model", [*(found.keys() - wanted.keys())])):
@@ -122,27 +116,3 @@ def check_tensors(folder: Path, found: Mapping[str, Tensor],
         if there != shape and not (
                 there and there[1:] == shape[1:] and shape[0] <= there[0] <= rows):
             raise ValueError(f"{folder}: tensor {name!r} has the shape {there}, not {shape}")
-
-
-class Reader:
-    """Open the files of tensors once each, and read parts of tensors.
-
-    A context, which closes them.
-    """
-
-    def __init__(self) -> None:
-        self._open: dict[Path, Any] = {}
-        self._closing = ExitStack()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._closing.close()
-
-    def read(self, tensor: Tensor, box: tuple[slice, ...]) -> Any:
-        """Return a part of a tensor as an array of its own type."""
-        if tensor.file not in self._open:
-            self._open[tensor.file] = self._closing.enter_context(
-                safetensors().safe_open(tensor.file, "np"))
-        return self._open[tensor.file].get_slice(tensor.name)[box]

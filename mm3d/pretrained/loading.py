@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from mm3d.hugging_face.families import FAMILIES
 from mm3d.hugging_face.names import HEAD, Piece, pieces_of, tensor_shapes
 from mm3d.model.parameters import Parameter
 from mm3d.model.sizes import SIZES, ModelSizes
-from mm3d.pretrained.files import Reader, Tensor, check_tensors, find_tensors
+from mm3d.pretrained.files import Tensor, check_tensors, find_tensors, safetensors
 from mm3d.pretrained.shapes import parameter_shapes
 from mm3d.training.gpt import GPT
 from mm3d.training.mesh import Mesh, check_mesh
@@ -106,14 +107,17 @@ def model_pieces(kind: str, model: Model, tensors: float = math.inf) -> dict[str
 def _read_blocks(parameters: list[Parameter], pieces: Mapping[str, list[Piece]],
                  tensors: Mapping[str, Tensor]) -> None:
     """Read this rank's blocks into the masters."""
-    with Reader() as reader:
+    with ExitStack() as closing:
+        opened = {file: closing.enter_context(safetensors().safe_open(file, "np"))
+                  for file in {tensor.file for tensor in tensors.values()}}
         for p in parameters:
             place = p.layout.slices(p.grid, p.shape)
             block = np.empty([s.stop - s.start for s in place], host_dtype(p.master))
             for piece in pieces[p.name]:
                 if part := piece.within(place):
                     index, box = part
-                    found = reader.read(tensors[piece.tensor], box)
+                    tensor = tensors[piece.tensor]
+                    found = opened[tensor.file].get_slice(tensor.name)[box]
                     block[index] = found.T if piece.transposed else found
             if block.size:
                 p.grid.backend.copy_from_host(block, p.master)

@@ -1,5 +1,6 @@
 """Save a model in the format of Hugging Face, such that transformers reads it."""
 
+import itertools
 import json
 import math
 import os
@@ -74,7 +75,7 @@ def save_pretrained(model: GPT, folder: str | Path, shard_bytes: int = SHARD) ->
         for number, (file, shapes) in enumerate(files.items()):
             writer = number % comm.size
             arrays = _gather(model, pieces, shapes, writer)
-            on_each(comm, problem, lambda: _write(aside / file, arrays) if arrays else None)
+            on_each(comm, problem, lambda: arrays and _write(aside / file, arrays))
         on_root(comm, problem, lambda: _finish(aside, folder, files, config | {
             "dtype": str(dtype)}))
     except OSError:
@@ -114,33 +115,31 @@ def _begin(folder: Path) -> Path:
 def _gather(model: GPT, pieces: Mapping[str, list[Piece]], shapes: Mapping[str, Shape],
             writer: int) -> dict[str, np.ndarray]:
     """Gather tensors on the rank `writer`, one after another; nothing on the others."""
-    parts: dict[str, list[tuple[Slices, Parameter, Any]]] = {name: [] for name in shapes}
+    parts: dict[str, list[tuple[Slices, Parameter, tuple, bool]]] = {name: [] for name in shapes}
     for p in model.trained:
         place = p.layout.slices(p.grid, p.shape)
         for piece in pieces[p.name] if p.counted else ():
             if piece.tensor in parts and (found := piece.within(place)):
-                parts[piece.tensor].append((found[1], p, (found[0], piece.transposed)))
+                index, box = found
+                parts[piece.tensor].append((box, p, index, piece.transposed))
     arrays = {}
     for name, own in parts.items():
-        blocks = [(box, _block(p, *where)) for box, p, where in own]
+        blocks = []
+        for box, p, index, transposed in own:
+            part = p.grid.backend.to_host(p.master)[index]
+            blocks.append((box, np.ascontiguousarray(part.T if transposed else part)))
         every = model.comm.gather(blocks, root=writer)
         if every is not None:
-            dtype = next(block.dtype for some in every for _, block in some)
-            whole = arrays[name] = np.empty(shapes[name], dtype)
-            for box, block in (one for some in every for one in some):
+            every = [*itertools.chain(*every)]
+            whole = arrays[name] = np.empty(shapes[name], every[0][1].dtype)
+            for box, block in every:
                 whole[box] = block
     return arrays
 
 
-def _block(p: Parameter, index: Any, transposed: bool) -> np.ndarray:
-    """Return a part of this rank's block of a master, on the host, in the tensor's order."""
-    part = p.grid.backend.to_host(p.master)[index]
-    return np.ascontiguousarray(part.T if transposed else part)
-
-
-def _write(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+def _write(path: Path, arrays: dict[str, np.ndarray]) -> None:
     """Write a file of tensors."""
-    safetensors().numpy.save_file(dict(arrays), path, metadata={"format": "pt"})
+    safetensors().numpy.save_file(arrays, path, metadata={"format": "pt"})
     sync(path)
 
 

@@ -5,7 +5,7 @@ of the matrices give the blocks.  Both are compared in each step: what a picture
 what the running code counts, and every term of a sum is added once.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, Callable, Mapping
@@ -42,33 +42,24 @@ class Story:
     closed_form: tuple[Move, ...] | None
 
 
-class WordRecorder(Observer):
-    """List the events of a rank, with the words that it counts from each to the next.
-
-    The counts of traffic of the grid are reset.
-    """
+class _WordRecorder(Observer):
+    """List the events of a rank on a grid, with the words that it counts from each to the next."""
 
     sizes = False
 
     def __init__(self, grid: Any, kinds: tuple[type, ...]) -> None:
         self.grid, self.kinds = grid, (*kinds, Overlapped)
         self.found: list[Recorded] = []
-
-    def observe(self, work: Callable[[], Any], model: Any) -> None:
-        """Call `work`, and record its events; `model` is as in `observed`."""
-        self.grid.reset_traffic()
-        with observed(self.grid, self, model):
-            work()
-        self._count()
+        grid.reset_traffic()
 
     def enter(self, event: Event, barrier: Any = None) -> None:
         if isinstance(event, Overlapped):
             raise ValueError("blocks are under way while ranks multiply, so that steps do not "
                              "follow each other: a scheme without overlap would do")
-        self._count()
+        self.count()
         self.found.append(Recorded(event, self.operand, 0))
 
-    def _count(self) -> None:
+    def count(self) -> None:
         """Count the words of the last event: its traffic is complete when the next one begins."""
         if self.found:
             words = sum(one.words for one in self.grid.traffic().values())
@@ -76,62 +67,42 @@ class WordRecorder(Observer):
         self.grid.reset_traffic()
 
 
-@dataclass(frozen=True)
-class DryRank:
-    """Describe what one rank runs, so that its events are recorded."""
-
-    grid: Any
-    model: Any    # what is observed, see `mm3d.tracing.observe.observed`
-    run: Callable[[], Any]
-    # Of a product: the layout and the global shape of A, B and C by name.
-    layouts: dict[str, tuple[Layout, tuple[int, ...]]] = field(default_factory=dict)
-
-
-def run_dry(scheme: type[Scheme], grid: GridShape, make: Callable[[Scheme], DryRank],
-            kinds: tuple[type, ...]) -> tuple[DryRank, list[tuple[Recorded, ...]]]:
+def run_dry(scheme: type[Scheme], grid: GridShape,
+            make: Callable[[Scheme], tuple[Any, Callable[[], Any]]],
+            kinds: tuple[type, ...]) -> tuple[Any, list[tuple[Recorded, ...]]]:
     """Run dry on every rank of a grid what `make` returns for its scheme, with default options.
 
-    Returns that of rank 0; and the events of these kinds in order, each with those of all ranks.
-    Raises ValueError when the scheme cannot use the grid.
+    That is a model, as `mm3d.tracing.observe.observed` takes it, and what to call.  Returns the
+    model of rank 0; and the events of these kinds in order, each with those of all ranks.  Raises
+    ValueError when the scheme cannot use the grid.
     """
     scheme.check_grid(grid)
     backend = backends.get(DryBackend())
-    every = [make(scheme(DryCommunicator(grid.ranks, rank), grid, backend))
-             for rank in range(grid.ranks)]
-    found = []
-    for one in every:
-        recorder = WordRecorder(one.grid, kinds)
-        recorder.observe(one.run, one.model)
+    models, found = [], []
+    for rank in range(grid.ranks):
+        own = scheme(DryCommunicator(grid.ranks, rank), grid, backend)
+        model, run = make(own)
+        recorder = _WordRecorder(own.grid, kinds)
+        with observed(own.grid, recorder, model):
+            run()
+        recorder.count()
+        models.append(model)
         found.append(recorder.found)
-    return every[0], [*zip(*found, strict=True)]
+    return models[0], [*zip(*found, strict=True)]
 
 
 def product_story(scheme: type[Scheme], grid: GridShape, form: str, shape: tuple[int, int, int],
                   backward: bool = False) -> Story:
     """Run a product dry on every rank of a grid, and return its steps.
 
-    Parameters
-    ----------
-    scheme : type of Scheme
-        The parallelism, with its default options.
-    form : {"ab", "abt", "atb", "up", "down"}
-        C = A B, A B^T or A^T B of plain matrices; or C = A B of the linear layer that leads up
-        into the inner space of activations, or down from it.
-    shape : tuple of int
-        M, N, K: C is M x K, a sum of N terms.
-    backward : bool
-        Whether the steps are those of the gradients dA and dB, instead of those of C.
+    `form` is "ab", "abt" or "atb" of plain matrices, C = A B, A B^T or A^T B; or C = A B of the
+    linear layer that leads "up" into the inner space of activations, or "down" from it.  `shape`
+    is M, N, K: C is M x K, a sum of N terms.  In `backward` the steps are those of dA and dB.
 
-    Raises
-    ------
-    ValueError
-        When the scheme has no products of plain matrices, or cannot use the grid; when a size is
-        so small that ranks have nothing to multiply.
-    RuntimeError
-        When blocks and events do not agree, which is an error of the program.
+    Raises ValueError when the scheme has no products of plain matrices, or cannot use the grid;
+    when a size is so small that ranks have nothing to multiply.  Raises RuntimeError when blocks
+    and events do not agree, which is an error of the program.
 
-    Examples
-    --------
     >>> cube = mm3d.SCHEMES["3d"]
     >>> story = product_story(cube, cube.grid_shape((2, 2, 2)), "ab", (8, 8, 8))
     >>> [(step.kind, step.matrix, step.direction, step.words[0]) for step in story.steps[:2]]
@@ -141,9 +112,9 @@ def product_story(scheme: type[Scheme], grid: GridShape, form: str, shape: tuple
         raise ValueError(f"scheme {scheme.name!r} has no products of plain matrices: the form "
                          f"{' or '.join(LINEAR_LAYERS)}, of a layer, would do")
     make = _layer_product if form in LINEAR_LAYERS else _matrix_product
-    first, recorded = run_dry(scheme, grid, lambda own: make(own, form, shape, backward),
+    model, recorded = run_dry(scheme, grid, lambda own: make(own, form, shape, backward),
                               (Gemm, Collective))
-    replay = Replay("ab" if form in LINEAR_LAYERS else form, grid, first.layouts, shape)
+    replay = Replay("ab" if form in LINEAR_LAYERS else form, grid, model.layouts, shape)
     stored = replay.stored("ABC" if backward else "AB")
     try:
         steps = tuple(replay.steps(recorded, backward))
@@ -153,21 +124,21 @@ def product_story(scheme: type[Scheme], grid: GridShape, form: str, shape: tuple
         raise ValueError(f"--shape {','.join(map(str, shape))}: some of the {grid.ranks} ranks "
                          f"have nothing to multiply: sizes from {grid.ranks} would do") from error
     return Story(scheme.name, form, grid, replay.shapes,
-                 {name: layout.spec for name, (layout, _) in first.layouts.items()},
+                 {name: layout.spec for name, (layout, _) in model.layouts.items()},
                  stored, steps, _closed_form(scheme, grid, form, shape, backward))
 
 
 def _matrix_product(scheme: Scheme, form: str, shape: tuple[int, int, int],
-                    backward: bool) -> DryRank:
+                    backward: bool) -> tuple[SimpleNamespace, Callable]:
     product = scheme.matrix_product(scheme.grid, form, shape)
     layouts = {name: (product.layouts[name], product.shapes[name]) for name in "ABC"}
     A, B, C = _empty_blocks(scheme.grid, layouts)
     run = partial(product.backward, C, A, B) if backward else partial(product.forward, A, B)
-    return DryRank(scheme.grid, SimpleNamespace(product=product), run, layouts)
+    return SimpleNamespace(product=product, layouts=layouts), run
 
 
 def _layer_product(scheme: Scheme, form: str, shape: tuple[int, int, int],
-                   backward: bool) -> DryRank:
+                   backward: bool) -> tuple[SimpleNamespace, Callable]:
     M, N, K = shape
     # Rows are sequences of one position, or positions of one sequence where these are divided.
     rows = {dim for one in scheme.layouts(scheme.grid.shape, M, 1)
@@ -184,10 +155,8 @@ def _layer_product(scheme: Scheme, form: str, shape: tuple[int, int, int],
     run = partial(product.forward, A, B)
     if backward:
         run = partial(product.backward, C, B, run()[1])
-    # A chain of one layer, as `observed` sees it.
-    layer = SimpleNamespace(product=product)
-    model = SimpleNamespace(layers=SimpleNamespace(layers=[layer]))
-    return DryRank(scheme.grid, model, run, layouts)
+    chain = SimpleNamespace(layers=[SimpleNamespace(product=product)])    # as `observed` sees one
+    return SimpleNamespace(layers=chain, layouts=layouts), run
 
 
 def _empty_blocks(grid: Any, layouts: Mapping[str, tuple[Layout, tuple[int, ...]]]) -> list:

@@ -6,7 +6,7 @@ operations of its event, and each term of a sum is added once.
 """
 
 from dataclasses import dataclass, replace
-from typing import Iterator, Mapping
+from typing import Iterator, Mapping, Sequence
 
 from mm3d.arrays.blocks import block_lengths
 from mm3d.grid.layout import Layout
@@ -68,19 +68,10 @@ class Recorded:
     words: int
 
 
-@dataclass(frozen=True)
-class Term:
-    """Describe a block of a result on a rank, and the terms of its sums that are in it."""
-
-    block: MatrixBlock
-    inner: frozenset[int]
-
-
 class Replay:
     """Follow the blocks of all ranks through the events of a product, whose M, N, K are `shape`.
 
-    `layouts` has layout and global shape of "A", "B" and "C"; rows may be (batch, positions), one
-    of them 1.
+    `layouts` has layout and global shape of "A", "B" and "C"; rows may be (batch, positions).
     """
 
     def __init__(self, form: str, grid: GridShape,
@@ -92,7 +83,8 @@ class Replay:
         ranks = range(grid.ranks)
         self.held: list[dict[str, tuple[MatrixBlock, ...]]] = []    # of the steps so far
         self.operands: list[dict[str, tuple[MatrixBlock, ...]]] = [{} for _ in ranks]
-        self.terms: list[list[Term]] = [[] for _ in ranks]
+        # By rank: blocks of a result, each with the terms of its sums that are in it.
+        self.terms: list[dict[MatrixBlock, frozenset[int]]] = [{} for _ in ranks]
 
     def block(self, rank: int, name: str) -> MatrixBlock:
         """Return the block of a matrix, or of its gradient, that a rank stores."""
@@ -109,10 +101,9 @@ class Replay:
                      for rank in range(self.grid.ranks))
 
     def steps(self, recorded: list[tuple[Recorded, ...]], backward: bool) -> Iterator[ReplayStep]:
-        """Iterate over the steps of C, or of dA and dB in backward.
+        """Iterate over the steps of C, or of dA and dB, of events as every rank recorded them.
 
-        Each event is given as every rank recorded it.  Raises RuntimeError when blocks and events
-        do not agree.
+        Raises RuntimeError when blocks and events do not agree.
         """
         results = (("dA", "dB"), GRADIENT_PRODUCTS[self.form]) if backward else (
             ("C",), ((self.form, "AB"),))
@@ -197,20 +188,15 @@ class Replay:
         block = MatrixBlock(None, rows, columns)
         _require(inner == other and flops == 2 * block.size * (inner[1] - inner[0]),
                  f"rank {rank} multiplies blocks of {names} that do not fit")
-        added = frozenset(range(*inner))
-        before = next((one for one in self.terms[rank] if one.block == block), None)
-        if before:
-            self.terms[rank].remove(before)
-            added = _united([before.inner, added])
-        self.terms[rank].append(Term(block, added))
+        before = self.terms[rank].pop(block, frozenset())
+        self.terms[rank][block] = _united([before, frozenset(range(*inner))])
 
     def _reduce(self, line: list[int], kind: str, name: str,
                 words: tuple[int, ...]) -> Iterator[Travel]:
         """Sum the last terms of the ranks of a line; each, or one, gets its block of the sum."""
-        last = {rank: self.terms[rank].pop() for rank in line}
-        block = last[line[0]].block
-        _require({one.block for one in last.values()} == {block}, "terms of different blocks")
-        inner = _united([one.inner for one in last.values()])
+        blocks, terms = zip(*(self.terms[rank].popitem() for rank in line))
+        block, inner = blocks[0], _united(terms)
+        _require({*blocks} == {block}, "terms of different blocks")
         if kind == "reduce_scatter":
             goals = {rank: replace(self.block(rank, name), owner=None) for rank in line}
             count = [block.size - goals[rank].size for rank in line]
@@ -223,17 +209,17 @@ class Replay:
             count = [block.size * (rank != root) for rank in line]
         _require([words[rank] for rank in line] == count, f"ranks {line} count other words")
         for rank, goal in goals.items():
-            self.terms[rank].append(Term(goal, inner))
+            self.terms[rank][goal] = inner
             yield from (Travel(source, rank, goal) for source in line if source != rank)
 
     def _settle(self, result: str, whole: int) -> None:
         """Turn sums of `whole` terms into blocks of the result, and show the others."""
         for rank, terms in enumerate(self.terms):
-            ready = [one.block for one in terms if len(one.inner) == whole]
-            self.terms[rank] = [one for one in terms if len(one.inner) < whole]
+            ready = [block for block, inner in terms.items() if len(inner) == whole]
+            self.terms[rank] = {one: inner for one, inner in terms.items() if len(inner) < whole}
             done = [one for one in self.held[rank].get(result, ()) if one.owner is not None]
             found = (*done, *(replace(one, owner=rank) for one in ready if one.size),
-                     *(one.block for one in self.terms[rank]))
+                     *self.terms[rank])
             self.held[rank][result] = found
 
 
@@ -253,7 +239,7 @@ def _joined(blocks: tuple[MatrixBlock, ...]) -> tuple[tuple[int, int], tuple[int
     return rows, columns
 
 
-def _united(parts: list[frozenset[int]]) -> frozenset[int]:
+def _united(parts: Sequence[frozenset[int]]) -> frozenset[int]:
     """Return all terms of a sum; each is added once."""
     found = frozenset().union(*parts)
     _require(len(found) == sum(map(len, parts)), "a term is added twice")

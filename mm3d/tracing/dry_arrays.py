@@ -70,26 +70,23 @@ class DryArray:
         return self._backend.xp.astype(self, dtype, copy=copy)
 
 
-def _operator(name: str, dtype: Any = None) -> Callable:
-    """Return the method of a binary operator whose result is a new array."""
+def _add_operators(name: str, dtype: Any = None) -> None:
+    """Give arrays a binary operator whose result is a new array, of `dtype` if that is given."""
     def operate(self, other):
         return self._backend.elementwise(name, self, other, dtype=dtype)
-    return operate
 
-
-def _in_place(name: str) -> Callable:
-    """Return the method of an operator that writes to its first operand."""
-    def operate(self, other):
+    def operate_in_place(self, other):
         return self._backend.write_into(name, self, self, other)
-    return operate
+    setattr(DryArray, f"__{name}__", operate)
+    if dtype is None:
+        setattr(DryArray, f"__r{name}__", operate)
+        setattr(DryArray, f"__i{name}__", operate_in_place)
 
 
 for _name in ("add", "sub", "mul", "truediv"):
-    setattr(DryArray, f"__{_name}__", _operator(_name))
-    setattr(DryArray, f"__r{_name}__", _operator(_name))
-    setattr(DryArray, f"__i{_name}__", _in_place(_name))
+    _add_operators(_name)
 for _name in ("gt", "lt", "ge", "le", "eq", "ne", "and"):
-    setattr(DryArray, f"__{_name}__", _operator(_name, np.bool_))
+    _add_operators(_name, np.bool_)
 
 
 class DryNamespace:

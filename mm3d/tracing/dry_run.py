@@ -20,15 +20,10 @@ from mm3d.model.recomputation import period_of
 from mm3d.model.transformer import Transformer
 from mm3d.schemes.creation import scheme as make_scheme
 from mm3d.tracing.dry_arrays import DryBackend
-from mm3d.tracing.events import (Collective, Gemm, LayerEvent, MemoryPass, Observer,
-                                 PHASES, Phase)
+from mm3d.tracing.events import LayerEvent, Observer, Phase
 from mm3d.tracing.observe import observed
 from mm3d.tracing.trace import SUMS, Trace
 from mm3d.transport.communicators import DryCommunicator
-
-__all__ = ["PHASES", "Collective", "Gemm", "MemoryPass", "Trace", "extrapolate",
-           "extrapolate_step",
-           "period_of", "trace", "trace_step"]
 
 MOST_LAYERS = 1024    # that are traced one by one: some seconds
 
@@ -119,24 +114,9 @@ def trace_step(name: str, ranks: int, grid: tuple[int, ...] | None = None, rank:
                **sizes: Any) -> Trace:
     """Trace a forward and a backward pass of a Transformer on one rank.
 
-    Parameters
-    ----------
-    name, grid, options
-        As in `mm3d.scheme`.
-    ranks, rank, block
-        As in `trace`; rank 0 has the largest blocks.
-    **sizes
-        As in `mm3d.Transformer`.
-
-    Returns
-    -------
-    Trace
-        As from `trace`, with the bytes that are saved.
-
-    Raises
-    ------
-    ValueError
-        When `mm3d.scheme`, `DryCommunicator` or `mm3d.Transformer` refuses the arguments.
+    `name`, `grid` and `options` are as in `mm3d.scheme`, `ranks`, `rank` and `block` as in `trace`
+    (rank 0 has the largest blocks), and `sizes` as in `mm3d.Transformer`.  The trace has the bytes
+    that are saved, too.  Raises ValueError for arguments that one of these refuses.
     """
     if sizes["layers"] > MOST_LAYERS:
         raise ValueError(f"{sizes['layers']} layers are more than a dry run plays one by one: "

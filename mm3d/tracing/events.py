@@ -10,9 +10,9 @@ HALVES = ("backward_input", "backward_weights")    # of a backward pass in two
 
 
 class Phase(NamedTuple):
-    """Describe a pass of a model: "forward", "backward", or a half of backward."""
+    """Describe a pass of a model."""
 
-    name: str
+    name: str    # "forward", "backward", or a half of backward
 
 
 class Gemm(NamedTuple):
@@ -65,32 +65,22 @@ class Collective(NamedTuple):
 
 
 class Overlapped(NamedTuple):
-    """Describe a call of a nonblocking collective, which goes on while this rank computes.
+    """Describe a call of a nonblocking collective, which goes on while this rank computes."""
 
-    `call` is "begin", "progress" or "wait" (see `mm3d.transport.pending.Pending`).
-    """
-
-    call: str
+    call: str    # "begin", "progress" or "wait" (see `mm3d.transport.pending.Pending`)
     kind: str
     direction: str
 
 
 class LayerEvent(NamedTuple):
-    """Describe the work of one layer.
+    """Describe the work of one layer."""
 
-    `name` is the layer's name in the model, such as "layers.0.mlp.up"; `part` is the same for all
-    Transformer layers, such as "mlp.up".
-    """
-
-    name: str
-    part: str
+    name: str    # in the model, such as "layers.0.mlp.up"
+    part: str    # the same for all Transformer layers, such as "mlp.up"
 
 
 class Boundary(NamedTuple):
-    """Describe the bytes that a call of a layer is given, and those of its result.
-
-    In backward they are those of the gradients of the output and of the input.
-    """
+    """Describe the bytes that a call of a layer is given, and of its result; or of gradients."""
 
     given: int
     made: int

@@ -4,7 +4,7 @@ The layer runs dry on every rank; its events give the collectives and their word
 """
 
 from dataclasses import dataclass
-from typing import Any, Mapping
+from typing import Any, Callable, Mapping
 
 from mm3d.grid.activations import Space
 from mm3d.grid.layout import without_faces
@@ -13,7 +13,7 @@ from mm3d.model.cost import moves
 from mm3d.model.transformer import Transformer
 from mm3d.schemes.closed_form import Move
 from mm3d.schemes.scheme import Scheme
-from mm3d.tracing.block_moves import DryRank, run_dry
+from mm3d.tracing.block_moves import run_dry
 from mm3d.tracing.events import Collective, LayerEvent
 
 Rectangle = tuple[int, int, int, int]    # rows and columns: first, last + 1
@@ -65,9 +65,8 @@ def layer_story(scheme: type[Scheme], grid: GridShape, sizes: Mapping[str, int],
     `sizes` are hidden, heads, batch and seq.  In backward the last part is the first.  Raises
     ValueError when the scheme cannot use the grid, or sizes do not go together.
     """
-    first, recorded = run_dry(scheme, grid, lambda own: _layer(own, sizes, backward),
+    model, recorded = run_dry(scheme, grid, lambda own: _layer(own, sizes, backward),
                               (LayerEvent, Collective))
-    model = first.model
     spaces = {layer.name: _space_of(layer) for chain in model.layers.layers
               for layer in chain.layers}
     parts: list[list] = []
@@ -84,14 +83,15 @@ def layer_story(scheme: type[Scheme], grid: GridShape, sizes: Mapping[str, int],
             "backward" if backward else "forward"].values()))
 
 
-def _layer(scheme: Scheme, sizes: Mapping[str, int], backward: bool) -> DryRank:
+def _layer(scheme: Scheme, sizes: Mapping[str, int],
+           backward: bool) -> tuple[Transformer, Callable]:
     """Make one layer on one rank, and its pass."""
     model = Transformer(scheme, layers=1, **sizes)
     x, dy = model.random("input"), model.random("output gradient")
     if not backward:
-        return DryRank(model.grid, model, lambda: model.forward(x))
+        return model, lambda: model.forward(x)
     _, saved = model.forward(x)
-    return DryRank(model.grid, model, lambda: model.backward(dy, saved))
+    return model, lambda: model.backward(dy, saved)
 
 
 def small_sizes(scheme: type[Scheme], grid: GridShape) -> dict[str, int]:

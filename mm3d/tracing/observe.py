@@ -2,10 +2,7 @@
 
 For as long as a ``with`` block lasts, `observed` replaces the methods of a grid's backend and
 transports, and of a model and its layers, by wrappers that tell an `Observer` of each call.
-Several observers can be attached at once.  The code that computes does not know of them, and pays
-nothing for them outside of the block.  `mm3d.tracing.trace.Trace` observes a dry run to count its
-events, `bench.instruments.spans.Recorder` to measure them, and
-`mm3d.tracing.status_board.PositionObserver` to know where a rank is.
+The code that computes does not know of observers, and pays nothing for them outside of the block.
 """
 
 from contextlib import contextmanager
@@ -32,11 +29,9 @@ WrapPoint = tuple[Any, str, Wrap]    # owner, attribute, and the function that m
 def observed(grids: Any, observer: Observer, *models: Any) -> Iterator[None]:
     """Tell `observer` of the events on `grids` and in the layers of models within the block.
 
-    Blocks of several observers may be nested; each observer is told of all events of its kinds.
-    The products of the backend of a grid, or of several, and the collectives of their axes are
-    observed.  The passes and layers of models, such as a Transformer or
-    `bench.experiments.products.problem.Problem`, are events, too, and name the operands of
-    collectives.
+    Blocks may be nested; each observer is told of all events of its kinds.  The products of the
+    backend of a grid, or of several, the collectives of their axes, and the passes and layers of
+    models, such as a Transformer, are observed; these name the operands of collectives, too.
     """
     grids = grids if isinstance(grids, Sequence) else [grids]
     points = [point for grid in grids for point in _points_of_grid(grid, observer.kinds)]
@@ -45,44 +40,29 @@ def observed(grids: Any, observer: Observer, *models: Any) -> Iterator[None]:
     try:
         # What several grids or models have in common is observed once.
         for owner, name, wrap in {(id(one[0]), one[1]): one for one in points}.values():
-            attached.append(_ObservedAttribute.at(owner, name, wrap))
-            attached[-1].add(observer)
+            known = vars(owner).setdefault("_points", {})
+            if name not in known:
+                known[name] = _ObservedAttribute(owner, name, wrap)
+            attached.append(known[name])
+            known[name].observers.append(observer)
+            known[name].place()
         yield
     finally:
         for attribute in reversed(attached):
-            attribute.remove(observer)
+            attribute.observers.remove(observer)
+            attribute.place()
 
 
 class _ObservedAttribute:
-    """Replace an attribute by a wrapper, which `wrap` makes of its own value and its observers.
-    """
+    """Replace an attribute by a wrapper, which `wrap` makes of its own value and its observers."""
 
     def __init__(self, owner: Any, name: str, wrap: Wrap) -> None:
         self.owner, self.name, self.wrap = owner, name, wrap
         self.own, self.plain = name in vars(owner), getattr(owner, name)
         self.observers: Observers = []
 
-    @classmethod
-    def at(cls, owner: Any, name: str, wrap: Wrap) -> "_ObservedAttribute":
-        """Return the observed attribute of that name, made if there is none yet."""
-        points = vars(owner).setdefault("_points", {})
-        if name not in points:
-            points[name] = cls(owner, name, wrap)
-        return points[name]
-
-    def add(self, observer: Observer) -> None:
-        """Add an observer."""
-        self.observers.append(observer)
-        self._place()
-
-    def remove(self, observer: Observer) -> None:
-        """Remove an observer; with the last one the attribute gets its own value back."""
-        index = next(n for n, one in enumerate(self.observers) if one is observer)
-        del self.observers[index]
-        self._place()
-
-    def _place(self) -> None:
-        """Put the wrapper of the current observers in place, or the attribute's own value."""
+    def place(self) -> None:
+        """Put the wrapper of the current observers in place; without any, the own value."""
         if self.observers:
             setattr(self.owner, self.name, self.wrap(self.plain, list(self.observers)))
             return

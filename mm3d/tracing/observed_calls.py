@@ -1,7 +1,7 @@
 """Wrap methods so that observers are told of their calls; `mm3d.tracing.observe` attaches them."""
 
 import math
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Callable, NamedTuple
 
 import numpy as np
@@ -20,7 +20,7 @@ OPERAND_METHODS = {*COLLECTIVES, "begin_reduce_scatter", "begin_broadcast", "beg
 Observers = list[Observer]
 
 
-class ObserverGroup(Observer):
+class _ObserverGroup(Observer):
     """Join observers: tell them one after another, and of the end in reverse order."""
 
     def __init__(self, observers: Observers) -> None:
@@ -56,10 +56,10 @@ class ObserverGroup(Observer):
 def join_observers(observers: Observers, kind: type) -> Observer | None:
     """Join the observers of a kind of events to one observer; None if there are none."""
     found = [observer for observer in observers if kind in observer.kinds]
-    return found[0] if len(found) == 1 else ObserverGroup(found) if found else None
+    return found[0] if len(found) == 1 else _ObserverGroup(found) if found else None
 
 
-def select_array_observers(observers: Observers, kind: type) -> list[ArrayObserver]:
+def _array_observers(observers: Observers, kind: type) -> list[ArrayObserver]:
     """Select the observers that are given the arrays of a kind of events."""
     return [observer for observer in observers
             if isinstance(observer, ArrayObserver) and kind in observer.kinds]
@@ -82,45 +82,42 @@ def report_calls(work: Callable, event: Event, observer: Observer) -> Callable:
     return reported
 
 
-class SavedWithNotes(NamedTuple):
+class _SavedWithNotes(NamedTuple):
     """Hold what a layer saved for backward, and its observers' notes on that forward."""
 
     saved: Any
     notes: list
 
 
-def report_forward(layer: Any, event: Event, work: Callable, observers: Observers) -> Callable:
-    """Wrap the forward of a layer; observers of arrays are given its input and output."""
-    reported = report_calls(work, event, join_observers(observers, LayerEvent))
-    seeing = select_array_observers(observers, LayerEvent)
+def _report_forward(layer: Any, event: Event, work: Callable, observers: Observers,
+                    recomputes: bool = False) -> Callable:
+    """Wrap `forward` of a layer, or `recompute_saved`, which computes all but the output.
 
-    def forward(x: Any, within: Any = None) -> tuple[Any, Any]:
+    Observers of arrays are given its input, and its output where there is one.
+    """
+    reported = report_calls(work, event, join_observers(observers, LayerEvent))
+    seeing = _array_observers(observers, LayerEvent)
+
+    def forward(x: Any, within: Any = None) -> Any:
         y, saved = reported(x, within)
-        return y, SavedWithNotes(saved, [observer.forward(layer, x, y) for observer in seeing])
-    return forward if seeing else reported
-
-
-def report_recomputed(layer: Any, event: Event, work: Callable, observers: Observers) -> Callable:
-    """Wrap a layer's `recompute_saved`, which computes what it saves without its output."""
-    reported = report_calls(work, event, join_observers(observers, LayerEvent))
-    seeing = select_array_observers(observers, LayerEvent)
+        return y, _SavedWithNotes(saved, [one.forward(layer, x, y) for one in seeing])
 
     def again(x: Any, within: Any = None) -> Any:
-        return SavedWithNotes(reported(x, within),
-                              [observer.again(layer, x) for observer in seeing])
-    return again if seeing else reported
+        saved = reported(x, within)
+        return _SavedWithNotes(saved, [one.again(layer, x) for one in seeing])
+    return reported if not seeing else again if recomputes else forward
 
 
-def report_backward(layer: Any, event: Event, work: Callable, observers: Observers) -> Callable:
-    """Wrap the backward of a layer; observers of arrays are given dy, dx and their notes.
+def _report_backward(layer: Any, event: Event, work: Callable, observers: Observers) -> Callable:
+    """Wrap `backward` of a layer; observers of arrays are given dy, dx and their notes.
 
     They are given no arrays of the halves of backward.
     """
     reported = report_calls(work, event, join_observers(observers, LayerEvent))
-    seeing = select_array_observers(observers, LayerEvent)
+    seeing = _array_observers(observers, LayerEvent)
 
     def backward(dy: Any, noted: Any, within: Any = None) -> Any:
-        if not isinstance(noted, SavedWithNotes):    # its forward was not observed
+        if not isinstance(noted, _SavedWithNotes):    # its forward was not observed
             return reported(dy, noted, within)
         dx = reported(dy, noted.saved, within)
         if within is not None and within.later is not None:    # gradients of weights are not there
@@ -133,15 +130,14 @@ def report_backward(layer: Any, event: Event, work: Callable, observers: Observe
     return backward if seeing else reported
 
 
-def report_backward_weights(layer: Any, event: Event, work: Callable,
-                            observers: Observers) -> Callable:
-    """Wrap the second half of a layer's backward."""
+def _report_second_half(layer: Any, event: Event, work: Callable,
+                        observers: Observers) -> Callable:
     return report_calls(work, event, join_observers(observers, LayerEvent))
 
 
-LAYER_CALLS = {"forward": report_forward, "backward": report_backward,
-               "backward_weights": report_backward_weights,
-               "recompute_saved": report_recomputed}
+LAYER_CALLS = {"forward": _report_forward, "backward": _report_backward,
+               "backward_weights": _report_second_half,
+               "recompute_saved": partial(_report_forward, recomputes=True)}
 
 
 def report_products(busy: list, multiply: Callable, observers: Observers) -> Callable:
@@ -149,7 +145,7 @@ def report_products(busy: list, multiply: Callable, observers: Observers) -> Cal
 
     Products that it calls itself, while `busy` is not empty, are part of it and not reported.
     """
-    observer, seeing = join_observers(observers, Gemm), select_array_observers(observers, Gemm)
+    observer, seeing = join_observers(observers, Gemm), _array_observers(observers, Gemm)
 
     @wraps(multiply)
     def reported(a: Any, b: Any, *out: Any, **options: Any) -> Any:
@@ -227,7 +223,7 @@ class ObservedTransport:
         observer = join_observers(self._observers, Overlapped)
         if observer is None:
             return begin
-        seeing = select_array_observers(self._observers, Overlapped)
+        seeing = _array_observers(self._observers, Overlapped)
         events = {call: Overlapped(call, kind, self._axis.name)
                   for call in ("begin", "progress", "wait")}
         reported = report_calls(begin, events["begin"], observer)

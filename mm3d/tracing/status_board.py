@@ -37,9 +37,9 @@ class StatusBoard:
     """Hold a table in memory that the ranks of a node share, with a row for each rank of the job.
 
     All ranks of `comm` make it together.  A rank writes its own row; rows of ranks on other nodes
-    are copied from their messages.  They are in `memory`, each of `ROW_BYTES`; `numbers` has the
-    numbers of all, int64, with a column for each field, and `texts` says where this rank's layer
-    and collective are.
+    are copied from their messages.  `numbers` has the numbers of all, int64, with a column for
+    each field, and `texts` the names of their layers and collectives; `own_texts` says where those
+    of this rank are in `memory`.
     """
 
     def __init__(self, comm: Any) -> None:
@@ -62,19 +62,15 @@ class StatusBoard:
         local.Free()
         rows = np.frombuffer(self.memory, np.uint8).reshape(self.size, ROW_BYTES)
         self.numbers = rows[:, :NUMBERS_BYTES].view(np.int64)
-        self.mine = memoryview(self.memory)[self.rank * ROW_BYTES:][:NUMBERS_BYTES].cast("q")
-        starts = [self.texts_start(self.rank) + k * TEXT_BYTES for k in (0, 1)]
-        self.texts = [slice(start, start + TEXT_BYTES) for start in starts]
-
-    def texts_start(self, rank: int) -> int:
-        """Return the byte at which the texts of a rank begin."""
-        return rank * ROW_BYTES + NUMBERS_BYTES
+        self.texts = rows[:, NUMBERS_BYTES:].view(f"S{TEXT_BYTES}")
+        start = self.rank * ROW_BYTES
+        self.mine = memoryview(self.memory)[start:start + NUMBERS_BYTES].cast("q")
+        starts = start + NUMBERS_BYTES, start + NUMBERS_BYTES + TEXT_BYTES
+        self.own_texts = [slice(begin, begin + TEXT_BYTES) for begin in starts]
 
     def text(self, rank: int) -> str:
         """Describe the collective and the layer that a rank is in, or entered last."""
-        start = self.texts_start(rank)
-        layer, collective = (bytes(self.memory[begin:begin + TEXT_BYTES]).rstrip(b"\0").decode(
-            errors="replace") for begin in (start, start + TEXT_BYTES))
+        layer, collective = (text.decode(errors="replace") for text in self.texts[rank])
         if not collective:
             return "before its first collective under watch"
         entered = "in" if self.numbers[rank, INSIDE] else "last entered"
@@ -96,7 +92,7 @@ class PositionObserver(Observer):
         board = self.board
         if isinstance(event, (LayerEvent, Recomputation)):
             text = _pad_text(event.name)
-            board.memory[board.texts[0]] = text
+            board.memory[board.own_texts[0]] = text
             self.entered.append(text)
             return
         key = event.kind, event.direction, self.operand
@@ -104,7 +100,7 @@ class PositionObserver(Observer):
         if text is None:
             words = event.kind.replace("_", "-"), self.operand, f"along {event.direction}"
             text = self.names[key] = _pad_text(" ".join(filter(None, words)))
-        board.memory[board.texts[1]] = text
+        board.memory[board.own_texts[1]] = text
         board.mine[EVENTS] += 1
         board.mine[INSIDE] = 1
         self.entered.append(None)

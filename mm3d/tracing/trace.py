@@ -21,8 +21,7 @@ class Trace(Observer):
     events : Counter
         Number of times that each (phase, part of a layer, Event) occurred.
     traffic : dict
-        By phase, "forward" and "backward" or its halves, traffic as `Grid.traffic` returns it; for
-        "sums" what moves outside of these passes, if anything does.
+        By phase, traffic as `Grid.traffic` returns it; for "sums" what moves outside of passes.
     timeline : list of (str, int)
         Phase and bytes in use after each allocation.
     times : int
@@ -103,7 +102,7 @@ class Trace(Observer):
 
     @property
     def phases(self) -> tuple[str, ...]:
-        """Return the passes of the step: forward, and backward or its halves, or both."""
+        """Passes of the step: forward, and backward or its halves, or both."""
         return tuple(one for one in (*PHASES, *HALVES) if one in self.traffic) or PHASES
 
     @property

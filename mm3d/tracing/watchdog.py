@@ -14,11 +14,13 @@ import threading
 import time
 from typing import Any, Iterator
 
+import numpy as np
+
 from mm3d.arrays.plain_numbers import is_number
 from mm3d.console import complain
 from mm3d.grid.agreement import format_ranks
 from mm3d.guard import FLUSH_SECONDS
-from mm3d.tracing.status_board import (BEAT, EVENTS, INSIDE, MOVED, PROCESS, TEXT_BYTES, WORKED,
+from mm3d.tracing.status_board import (BEAT, EVENTS, INSIDE, MOVED, PROCESS, WORKED,
                                        HeartbeatChannel, PositionObserver, StatusBoard)
 from mm3d.tracing.observe import observed
 from mm3d.transport.communicators import create
@@ -119,13 +121,12 @@ class Watchdog:
         if used - self._used > MIN_WORKING_SHARE * (now - self._looked):
             mine[WORKED] = now
         self._looked, self._used, mine[BEAT] = now, used, now
-        self.heartbeats.send(self.board.numbers[self.board.rank], now,
-                             self.board.memory[self.board.texts[0].start:self.board.texts[1].stop])
+        board = self.board
+        self.heartbeats.send(board.numbers[board.rank], now, board.texts[board.rank].tobytes())
         for rank, numbers, texts in self.heartbeats.receive(now):
-            self.board.numbers[rank] = numbers
+            board.numbers[rank] = numbers
             if texts:
-                start = self.board.texts_start(rank)
-                self.board.memory[start:start + 2 * TEXT_BYTES] = texts
+                board.texts[rank] = np.frombuffer(texts, board.texts.dtype)
 
     def rank_states(self) -> list[str]:
         """Return "silent", "left", "unknown", "waiting", "working" or "idle" for each rank."""
@@ -143,7 +144,8 @@ class Watchdog:
     def format_report(self, states: list[str]) -> str:
         """Format the reason why the job ends, and the position of each rank."""
         now = time.monotonic_ns()
-        silent = _ranks_in_state(states, "silent")
+        silent, waiting = ([rank for rank, state in enumerate(states) if state == wanted]
+                           for wanted in ("silent", "waiting"))
         ranks_by_text: dict[str, list[int]] = {}
         for rank, state in enumerate(states):
             row = self.board.numbers[rank]
@@ -152,7 +154,7 @@ class Watchdog:
                     "left": "has left; ", "unknown": "never heard of; "}.get(state, "")
             ranks_by_text.setdefault(f"{text}{self.board.text(rank)}", []).append(rank)
         reason = (f"nothing is heard of {format_ranks(silent)}" if silent else
-                  f"{format_ranks(_ranks_in_state(states, 'waiting'))} wait, and nobody works")
+                  f"{format_ranks(waiting)} wait, and nobody works")
         return "\n".join([f"watchdog: no progress for {self.seconds:g} s, {reason}; the job ends",
                           *(f"  {format_ranks(which)}: {text}"
                             for text, which in ranks_by_text.items())])
@@ -184,8 +186,3 @@ def is_stalled(states: list[str]) -> bool:
     """Return whether ranks in these states will never make progress."""
     return "silent" in states or ("waiting" in states
                                   and not {"working", "unknown"}.intersection(states))
-
-
-def _ranks_in_state(states: list[str], wanted: str) -> list[int]:
-    """List the ranks that are in the wanted state."""
-    return [rank for rank, state in enumerate(states) if state == wanted]

@@ -11,12 +11,10 @@ three times as long as waking takes.  It does not yield its core meanwhile: rece
 rest of its time from a task that yields, which then runs late if another program needs the core.
 Where ranks share cores it yields, and soon sleeps.
 
-In a broadcast only the root is waited for, and in a reduction only the root waits; the other
-ranks arrive and continue.  So a rank can be some barriers ahead.  It reuses a slot only after all
-ranks have arrived at a later barrier than that of the last write.
-
-At each barrier a rank also writes a description of its call.  A rank that waits for others
-compares their descriptions with its own; the rest is compared at the next barrier where all wait.
+In a broadcast only the root is waited for, and in a reduction only the root waits: a rank can be
+some barriers ahead.  It reuses a slot only after all ranks have arrived at a later barrier than
+that of the last write.  At each barrier it also writes a description of its call, which those who
+wait compare with their own; the rest is compared at the next barrier where all wait.
 """
 
 import ctypes
@@ -138,8 +136,7 @@ class Barrier:
     def describe_difference(self, ranks: Iterable[int]) -> str:
         """Describe how the calls of `ranks` at this barrier differ, but for regions; "" if equal.
 
-        Raises ValueError when earlier calls differ: then the ranks' lists of regions differ, too,
-        and no further call is possible.
+        Raises ValueError when earlier calls differ, and so the ranks' lists of regions.
         """
         found = {rank: self._calls[self.turn % SLOTS][rank].tolist() for rank in ranks}
         if len({tuple(words[:call_check.CALL_WORDS + 1]) for words in found.values()}) == 1:
@@ -150,10 +147,7 @@ class Barrier:
         return differ
 
     def compare_calls(self, ranks: Iterable[int], call: PackedCall) -> None:
-        """Compare the calls of some ranks now, and of all ranks at their next common barrier.
-
-        Raises ValueError when the calls of these ranks differ.
-        """
+        """Raise ValueError if the calls of some ranks differ; all compare theirs when all wait."""
         self.note_call(call)
         found = self._calls[self.turn % SLOTS]
         mine = found[self.rank]

@@ -35,10 +35,9 @@ def encode_call(kind: int, dtype: np.dtype | None = None, shape: tuple[int, ...]
                 dim: int = 0, counts: tuple[int, ...] = ()) -> PackedCall:
     """Encode a collective call.
 
-    `kind` is `BARRIER`, `ALL_GATHER` and so on.  `dtype` and `shape` are those of the whole array,
-    whose length along `dim` counts as 0 in an all-to-all; `BARRIER` and `MORE_MEMORY` have none.
-    `dim` is the dimension that is divided into blocks of the lengths `counts`, or the root of a
-    broadcast or reduce.
+    `dtype` and `shape` are those of the whole array, if there is one; in an all-to-all its length
+    along `dim` counts as 0.  `dim` is the dimension that is divided into blocks of the lengths
+    `counts`, or the root of a broadcast or reduce.
     """
     call = PackedCall((kind, ord(dtype.char) if dtype else 0, dim, hash(counts), len(shape),
                        *shape[:MAX_DIMS], *NO_SIZES[len(shape):]))
@@ -65,10 +64,7 @@ def _dtype_name(letter: str) -> str:
 
 
 def format_call_difference(found: Iterable[tuple[int, Sequence[int]]]) -> str:
-    """Format an error message about ranks whose calls differ.
-
-    Each rank is given with its encoded call.
-    """
+    """Format an error message about ranks, each with its encoded call, whose calls differ."""
     ranks: dict[tuple, list[int]] = {}
     for rank, words in found:
         ranks.setdefault(tuple(words[:CALL_WORDS]), []).append(rank)

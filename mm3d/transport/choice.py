@@ -24,7 +24,7 @@ import os
 import platform
 import sys
 from importlib import import_module
-from typing import Mapping, Sequence
+from typing import Mapping
 
 from mpi4py import MPI
 
@@ -36,7 +36,7 @@ from mm3d.transport.nodes import emulated_node_size, gather_nodes
 # The file and the class of each transport, by its name; imported when it is chosen.
 TRANSPORTS = {
     "mpi": "mpi.MpiTransport", "shared": "shared_memory.SharedTransport",
-    "hierarchical": "hierarchical.HierarchicalTransport", "chain": "chain.ChainTransport",
+    "hierarchical": "hierarchical.HierarchicalTransport", "chain": "lanes.ChainTransport",
     "ordered": "ordered.OrderedTransport", "silent": "silent.SilentTransport",
     "device": "device.DeviceTransport", "staged": "device.StagedTransport",
     "nccl": "nccl.NcclTransport"}
@@ -49,11 +49,10 @@ LEAST_NODES = 3    # of a chain; between two nodes MPI's tree is a chain
 def choose_transport(comm: MPI.Intracomm | DryCommunicator, backend: Backend) -> str:
     """Choose the kind of transport for arrays of `backend` on a grid of `comm`, before its lines.
 
-    It is what ``MM3D_TRANSPORT`` names.  Without it, it is "hierarchical" for arrays in host
-    memory, with which each line gets what suits it, see `create_transports`.  It is "none" where
-    one rank is alone.  All ranks of `comm` must call this, and get the same name.  Raises
-    ValueError when the setting does not carry such arrays, or ``MM3D_NODE_SIZE`` is no positive
-    integer.
+    It is what ``MM3D_TRANSPORT`` names; without it "hierarchical" for arrays in host memory, with
+    which each line gets what suits it.  It is "none" where one rank is alone.  All ranks call
+    this, and get the same name.  Raises ValueError when the setting does not carry such arrays, or
+    ``MM3D_NODE_SIZE`` is no positive integer.
     """
     known, others = HOST_TRANSPORTS, DEVICE_TRANSPORTS
     if not backend.host_buffers:
@@ -83,13 +82,10 @@ def create_transports(comm: MPI.Intracomm | DryCommunicator,
     """Create the transport of each of a grid's lines, by the rule of this module.
 
     All ranks of the grid, `comm`, call this; `lines` has the ranks on this rank's line in each
-    direction, `kind` is the name that `choose_transport` returned, and `node` is the number of
-    this rank's, from `mm3d.transport.nodes.own_node`: ranks of different nodes share no memory.
-    `ordered` says whether arrays in host memory must be summed in the order of the ranks.
-
-    Ranks that may not open each other's memory use MPI; with ``MM3D_TRANSPORT`` set to share it,
-    OSError is raised on every rank of `comm` alike.  Each line decides by itself: all its ranks
-    fail alike, and its collectives concern no other line.
+    direction, `kind` is what `choose_transport` returned, and `node` is this rank's, from
+    `mm3d.transport.nodes.own_node`.  `ordered` says whether arrays in host memory must be summed
+    in the order of the ranks.  Ranks that may not open each other's memory use MPI; with
+    ``MM3D_TRANSPORT`` set to share it, OSError is raised on every rank of `comm` alike.
     """
     found, problem = {}, ""
     for name, line in lines.items():
@@ -115,31 +111,21 @@ def _create_transport(line: MPI.Intracomm | DryCommunicator, backend: Backend, k
         return transport_class("silent")(line, backend, ordered)
     if line.size > 1 and kind in DEVICE_TRANSPORTS:
         return transport_class(kind)(line, backend)
+    name = "ordered" if ordered else "mpi"
     if line.size > 1 and kind in IN_NODES and _can_share_memory():
-        nodes = gather_nodes(line, node)
-        name = _line_transport(os.environ.get("MM3D_TRANSPORT", ""), nodes, ordered)
-        more = (nodes,) if name == "hierarchical" else ()
-        return transport_class(name)(line, backend, *more)
-    return transport_class("ordered" if ordered else "mpi")(line, backend)
-
-
-def _line_transport(wanted: str, nodes: Sequence[int], ordered: bool) -> str:
-    """Choose the transport of a line whose ranks are on these nodes, which can share memory.
-
-    `wanted` is ``MM3D_TRANSPORT``: "shared", "hierarchical", or "" for the best.
-    """
-    count = len(set(nodes))
-    if count == 1:
-        return "shared"
-    if ordered:
-        return "ordered"
-    if wanted == "hierarchical" or not wanted and count < len(nodes):
-        return "hierarchical"
-    return "chain" if not wanted and count >= LEAST_NODES else "mpi"
+        nodes, wanted = gather_nodes(line, node), os.environ.get("MM3D_TRANSPORT")
+        count = len(set(nodes))
+        if count == 1:
+            name = "shared"
+        elif not ordered and (wanted == "hierarchical" or not wanted and count < len(nodes)):
+            return transport_class("hierarchical")(line, backend, nodes)
+        elif not ordered and not wanted and count >= LEAST_NODES:
+            name = "chain"
+    return transport_class(name)(line, backend)
 
 
 def _can_share_memory() -> bool:
-    """Return whether ranks of this system can share memory as `mm3d.transport.segments` does."""
+    """Return whether this system has what `mm3d.transport.segments` needs."""
     return (sys.platform == "linux" and platform.machine() == "x86_64"
             and hasattr(os, "memfd_create"))
 

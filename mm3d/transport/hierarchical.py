@@ -16,8 +16,7 @@ no two ranks need the same block, and none can be summed before it leaves its no
 """
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Iterable
 
 import numpy as np
 from mpi4py import MPI
@@ -26,36 +25,12 @@ from mm3d.arrays.backend import Array, Backend
 from mm3d.arrays.blocks import block_bounds, block_indices, resized_shape
 from mm3d.transport import call_check, sums
 from mm3d.transport.communicators import create
-from mm3d.transport.lanes import Lane, LanePart, share
+from mm3d.transport.lanes import Lane, share
 from mm3d.transport.mpi import MpiTransport
 from mm3d.transport.pending import Pending
 from mm3d.transport.segments import SharedMemory, join_blocks, read_only_view
 
 MAX_MPI_BYTES = 1 << 16    # of a whole array that goes by MPI, in fewer successive messages
-
-
-@dataclass(frozen=True)
-class NodeBlocks:
-    """Place the ranks' blocks of an array so that the blocks of a node are consecutive."""
-
-    blocks: list[LanePart]    # the place of each rank's block
-    nodes: list[tuple[int, int]]    # start and length of each node's blocks
-
-    @classmethod
-    def arrange(cls, lengths: list[int], members: list[list[int]]) -> "NodeBlocks":
-        """Place blocks of these lengths; `members` are the ranks of each node."""
-        blocks, nodes, start = [slice(0)] * len(lengths), [], 0
-        for ranks in members:
-            first = start
-            for rank in ranks:
-                blocks[rank] = slice(start, start + lengths[rank])
-                start += lengths[rank]
-            nodes.append((first, start - first))
-        return cls(blocks, nodes)
-
-    def shares(self, lanes: int, lane: int) -> list[LanePart]:
-        """Return the share of each node's blocks that a lane carries."""
-        return [share(start, length, lanes, lane) for start, length in self.nodes]
 
 
 class HierarchicalTransport(MpiTransport):
@@ -64,12 +39,7 @@ class HierarchicalTransport(MpiTransport):
     What is gathered or broadcast lies in memory that the ranks of a node share, as with
     `mm3d.transport.shared_memory.SharedTransport`, if it is in the order of the nodes.  All ranks
     complete the collectives that they have begun in the same order.  `nodes` are those of the
-    ranks, two or more.
-
-    Raises
-    ------
-    OSError
-        On all ranks alike, when the ranks of a node cannot share memory.
+    ranks, two or more.  Raises OSError on all ranks alike when those of a node share no memory.
     """
 
     name = "hierarchical"
@@ -123,15 +93,15 @@ class HierarchicalTransport(MpiTransport):
         shape = resized_shape(a.shape, dim, sum(counts))
         if math.prod(shape) * a.dtype.itemsize <= MAX_MPI_BYTES:
             return super().begin_all_gather(a, dim, counts)
-        places = self._arrange(shape, dim, counts)
+        blocks, nodes = self._arrange(shape, dim, counts)
         whole = self._take((math.prod(shape),), a.dtype)
-        self._copy(a, whole[places.blocks[self.rank]].reshape(a.shape))
+        self._copy(a, whole[blocks[self.rank]].reshape(a.shape))
         self.memory.synchronize(
             call_check.encode_call(call_check.ALL_GATHER, a.dtype, shape, dim, tuple(counts)))
         if self.lane is None:
             request = None
         else:
-            parts = [whole[part] for part in places.shares(self.lanes, self.index)]
+            parts = [whole[part] for part in self._shares(nodes)]
             request = self._exchange_with_nodes([parts[self.node]] * len(parts), parts)
         if self._is_ordered(shape, dim):
             out = read_only_view(whole.reshape(shape))
@@ -140,7 +110,7 @@ class HierarchicalTransport(MpiTransport):
 
         def unpack() -> None:
             self.memory.synchronize()
-            join_blocks((whole[block] for block in places.blocks), out, dim, counts)
+            join_blocks((whole[block] for block in blocks), out, dim, counts)
             self._moved += out.size
         return Pending(out, unpack, request, (whole,))
 
@@ -153,20 +123,20 @@ class HierarchicalTransport(MpiTransport):
         if a.nbytes <= MAX_MPI_BYTES:
             return super().begin_reduce_scatter(a, dim, counts)
         dim %= a.ndim
-        places = self._arrange(a.shape, dim, counts)
+        blocks, nodes = self._arrange(a.shape, dim, counts)
         terms = self._take((self.inside.size, a.size), a.dtype)
-        self._pack(a, terms[self.index], dim, counts, places)
+        self._pack(a, terms[self.index], dim, counts, blocks)
         self.memory.synchronize(
             call_check.encode_call(call_check.REDUCE_SCATTER, a.dtype, a.shape, dim,
                                    tuple(counts)))
-        start, length = places.nodes[self.node]
+        start, length = nodes[self.node]
         total = self._take((length,), a.dtype)    # the blocks of this node
-        own = places.blocks[self.rank]
+        own = blocks[self.rank]
         out = total[own.start - start:own.stop - start].reshape(
             resized_shape(a.shape, dim, counts[self.rank]))
         if self.lane is None:
             return Pending(out, self.memory.synchronize, None, (terms, total))
-        shares = places.shares(self.lanes, self.index)
+        shares = self._shares(nodes)
         request, sums_of_nodes = self._exchange_sums(terms, shares)
         mine = shares[self.node]
 
@@ -184,8 +154,7 @@ class HierarchicalTransport(MpiTransport):
         self.memory.synchronize(call_check.encode_call(call_check.ALL_REDUCE, a.dtype, a.shape))
         if self.lane is not None:
             nodes = len(self.members)
-            parts = [share(*block_bounds(a.size, nodes, node), self.lanes, self.index)
-                     for node in range(nodes)]
+            parts = self._shares(block_bounds(a.size, nodes, node) for node in range(nodes))
             request, sums_of_nodes = self._exchange_sums(terms, parts)
             request.Wait()
             self._add(sums_of_nodes, total[parts[self.node]])
@@ -234,10 +203,25 @@ class HierarchicalTransport(MpiTransport):
         """Return the number of the node of a rank."""
         return next(node for node, ranks in enumerate(self.members) if rank in ranks)
 
-    def _arrange(self, shape: tuple[int, ...], dim: int, counts: list[int]) -> NodeBlocks:
-        """Place the blocks of an array of `shape` that is divided along `dim`."""
-        share = math.prod(shape) // max(1, shape[dim])
-        return NodeBlocks.arrange([count * share for count in counts], self.members)
+    def _arrange(self, shape: tuple[int, ...], dim: int,
+                 counts: list[int]) -> tuple[list[slice], list[tuple[int, int]]]:
+        """Place blocks along `dim` of an array of `shape`, those of a node together.
+
+        Returns the place of each rank's block; start and length of each node's blocks.
+        """
+        unit = math.prod(shape) // max(1, shape[dim])
+        blocks, nodes, start = [slice(0)] * len(counts), [], 0
+        for ranks in self.members:
+            first = start
+            for rank in ranks:
+                blocks[rank] = slice(start, start + counts[rank] * unit)
+                start = blocks[rank].stop
+            nodes.append((first, start - first))
+        return blocks, nodes
+
+    def _shares(self, nodes: Iterable[tuple[int, int]]) -> list[slice]:
+        """Return the share that this rank carries of each node's part, by start and length."""
+        return [share(start, length, self.lanes, self.index) for start, length in nodes]
 
     def _is_ordered(self, shape: tuple[int, ...], dim: int) -> bool:
         """Return whether blocks placed by node make up the array in its own order."""
@@ -245,20 +229,19 @@ class HierarchicalTransport(MpiTransport):
 
     def _take(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """Allocate an array that the ranks of this node share; all of them call this."""
-        dtype = np.dtype(dtype)
-        region, place = self.memory.take(math.prod(shape) * dtype.itemsize)
+        region, place = self.memory.take(math.prod(shape) * np.dtype(dtype).itemsize)
         whole = np.ndarray(shape, dtype, *place)
         self.backend.pool.lend(whole, whole.nbytes // self.inside.size, self.memory.give_back,
                                region)
         return whole
 
     def _pack(self, a: Array, flat: Array, dim: int, counts: list[int],
-              places: NodeBlocks) -> None:
+              blocks: list[slice]) -> None:
         """Copy each block of `a` to its place in `flat`."""
         if self._is_ordered(a.shape, dim):
             self._copy(a, flat.reshape(a.shape))
             return
-        for part, index in zip(places.blocks, block_indices(a.ndim, dim, counts)):
+        for part, index in zip(blocks, block_indices(a.ndim, dim, counts)):
             self._copy(a[index], flat[part].reshape(a[index].shape))
 
     def _exchange_with_nodes(self, sends: list[Array], receives: list[Array]) -> Any:
@@ -266,11 +249,10 @@ class HierarchicalTransport(MpiTransport):
         self._moved += sum(a.size for node, a in enumerate(receives) if node != self.node)
         return self.lane.exchange(sends, receives)
 
-    def _exchange_sums(self, terms: Array, parts: list[LanePart]) -> tuple[Any, list[Array]]:
+    def _exchange_sums(self, terms: Array, parts: list[slice]) -> tuple[Any, list[Array]]:
         """Sum a part for each node over this node's ranks, and start to exchange the sums.
 
-        Returns the requests to wait for before the sums are read, and this node's part, summed
-        over the ranks of each node.
+        Returns the requests to wait for, and then this node's part, summed over each node.
         """
         sends = [self._sum_of_node(terms, part) for part in parts]
         own = sends[self.node]
@@ -278,7 +260,7 @@ class HierarchicalTransport(MpiTransport):
                     for node in range(len(parts))]
         return self._exchange_with_nodes(sends, received), received
 
-    def _sum_of_node(self, terms: Array, part: LanePart) -> Array:
+    def _sum_of_node(self, terms: Array, part: slice) -> Array:
         """Sum a part of the terms of this node's ranks, in place or in float32."""
         first, *others = (term[part] for term in terms)
         total = sums.widen(first)

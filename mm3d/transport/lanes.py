@@ -3,6 +3,9 @@
 The ranks of a line divide what their node sends and receives into as many shares as the smallest
 node has ranks.  Rank l of each node carries share l, so all of a node's ranks work at once, and
 each block crosses the link of a node once.  All messages are bytes: MPI need not know the dtype.
+Where each rank is alone on its node, all of them are one lane, and only broadcasts and reductions
+go through it, in a chain: MPI's own algorithms are trees, in which the root sends the whole array
+several times through its link.
 """
 
 import math
@@ -11,19 +14,22 @@ from typing import Sequence
 import numpy as np
 from mpi4py import MPI
 
+from mm3d.arrays.backend import Array, Backend
 from mm3d.arrays.blocks import block_bounds
+from mm3d.transport import sums
+from mm3d.transport.mpi import MpiTransport
 
 MOST_CHUNK_BYTES = 1 << 18    # that a node passes on at a time, while it receives more
+MAX_MPI_BYTES = 1 << 14    # that a chain leaves to MPI, in fewer successive messages
 CHUNK_COST = 1 << 14    # bytes that a link carries in the time that a further chunk costs
-DIRECT_BYTES = 1 << 12   # up to which a root exchanges with every node: a chain takes longer
-
-LanePart = slice
+DIRECT_BYTES = 1 << 12    # up to which a root exchanges with every node: a chain takes longer
 
 
 class Requests:
     """Hold the requests of several messages, with the interface of one request of MPI.
 
-    The requests of receives, with the bytes of each message, come before those of sends.
+    The requests of receives, with the bytes of each message, come before those of sends.  Raises
+    ValueError when a message that has come is shorter.
     """
 
     def __init__(self, requests: list[MPI.Request], lengths: list[int]) -> None:
@@ -32,18 +38,13 @@ class Requests:
 
     def Test(self) -> bool:
         """Let MPI make progress; return whether all messages are complete."""
-        if not self.requests:
-            return True
-        done = MPI.Request.Testall(self.requests, self.statuses)
-        if done:
-            self._finish()
-        return done
+        if self.requests and not MPI.Request.Testall(self.requests, self.statuses):
+            return False
+        self._finish()
+        return True
 
     def Wait(self) -> None:
-        """Wait until all messages are complete.
-
-        Raises ValueError when a message is shorter than what was to be received.
-        """
+        """Wait until all messages are complete."""
         if self.requests:
             MPI.Request.Waitall(self.requests, self.statuses)
             self._finish()
@@ -51,10 +52,14 @@ class Requests:
     def _finish(self) -> None:
         self.requests = []    # a complete request has no length any more
         for status, length in zip(self.statuses, self.lengths):
-            _check_length(status, length)
+            found = status.Get_count(MPI.BYTE)
+            if found != length:
+                raise ValueError(f"{found} bytes came from another node where {length} were to "
+                                 f"come: the ranks of this line make different calls, give the "
+                                 f"same dtype and blocks of one array on all of them")
 
 
-def share(start: int, length: int, parts: int, part: int) -> LanePart:
+def share(start: int, length: int, parts: int, part: int) -> slice:
     """Return one of equal parts of `length` elements from `start` on."""
     before, own = block_bounds(length, parts, part)
     return slice(start + before, start + before + own)
@@ -81,9 +86,7 @@ class Lane:
         self._partners = [(comm.rank + step) % comm.size for step in range(1, comm.size)]
 
     def exchange(self, sends: Sequence[np.ndarray], receives: Sequence[np.ndarray]) -> Requests:
-        """Start to send an array to each node and to receive one from each.
-
-        The arrays are contiguous, in the order of the nodes; those of this node are ignored.
+        """Start to send a contiguous array to each other node, in their order, and to receive one.
         """
         nodes = self._partners[::-1]
         requests = [self.comm.Irecv(_as_bytes(receives[node]), node) for node in nodes]
@@ -102,7 +105,7 @@ class Lane:
         arriving = [self.comm.Irecv(chunk, before) for chunk in chunks] if place else []
         for index, chunk in enumerate(chunks):
             if arriving:
-                _receive(arriving[index], chunk.nbytes)
+                Requests([arriving[index]], [chunk.nbytes]).Wait()
             if place < self.nodes - 1:
                 sending.append(self.comm.Isend(chunk, after))
         MPI.Request.Waitall(sending)
@@ -110,8 +113,7 @@ class Lane:
     def reduce(self, a: np.ndarray, root: int) -> int:
         """Sum `a` of all nodes on the node `root`, in place; `a` of the others is overwritten.
 
-        Returns the number of words received.
-        Terms are added in cyclic order, beginning with the node after `root`.
+        Terms are added in cyclic order from the node after `root` on.  Returns the words received.
         """
         place = (root - self.node) % self.nodes
         if a.nbytes <= DIRECT_BYTES:
@@ -125,7 +127,7 @@ class Lane:
         sending = []
         for index, chunk in enumerate(chunks):
             if not first:
-                _receive(arriving[index], terms[index].nbytes)
+                Requests([arriving[index]], [chunk.nbytes]).Wait()
                 np.add(terms[index], chunk, out=chunk)
             if place:
                 sending.append(self.comm.Isend(_as_bytes(chunk), after))
@@ -133,8 +135,7 @@ class Lane:
         return 0 if first else a.size
 
     def _reduce_directly(self, a: np.ndarray, root: int) -> int:
-        """Reduce a small array: all nodes send their terms to `root`, which adds them as a chain.
-        """
+        """Reduce a small array: `root` adds the terms that all nodes send, as a chain does."""
         if self.node != root:
             self.comm.Send(_as_bytes(a), root)
             return 0
@@ -148,20 +149,34 @@ class Lane:
         return (self.nodes - 1) * a.size
 
 
-def _receive(request: MPI.Request, length: int) -> None:
-    """Wait for a message of `length` bytes."""
-    status = MPI.Status()
-    request.Wait(status)
-    _check_length(status, length)
+class ChainTransport(MpiTransport):
+    """Pass broadcasts and reductions from node to node; leave all other collectives to MPI.
 
+    A sum adds the terms in cyclic order, beginning with the rank after the root.  Nonblocking
+    broadcasts and reductions are MPI's own: a chain needs each rank to pass the array on.
+    """
 
-def _check_length(status: MPI.Status, length: int) -> None:
-    """Raise a ValueError unless a message has this many bytes."""
-    found = status.Get_count(MPI.BYTE)
-    if found != length:
-        raise ValueError(f"{found} bytes came from another node where {length} were to come: the "
-                         f"ranks of this line make different calls, give the same dtype and "
-                         f"blocks of one array on all of them")
+    name = "chain"
+    mpi_bytes = MAX_MPI_BYTES
+
+    def __init__(self, comm: MPI.Intracomm, backend: Backend) -> None:
+        super().__init__(comm, backend)
+        self.lane = Lane(comm)
+
+    def _broadcast(self, a: Array, root: int) -> None:
+        if a.nbytes <= MAX_MPI_BYTES:
+            super()._broadcast(a, root)
+        else:
+            self.lane.broadcast(a, root)
+
+    def _reduce(self, send: Array, recv: Array | None, root: int) -> None:
+        if send.nbytes <= MAX_MPI_BYTES:
+            super()._reduce(send, recv, root)
+            return
+        total = np.array(sums.widen(send)).reshape(-1)
+        self._moved += self.lane.reduce(total, root)
+        if recv is not None:
+            recv[...] = total.reshape(recv.shape)
 
 
 def _as_bytes(a: np.ndarray) -> np.ndarray:

@@ -36,9 +36,8 @@ class MpiTransport:
     def take_moved(self) -> float:
         """Return the words that this rank has moved since the last call.
 
-        These are the words received from other ranks in messages; in shared memory those that the
-        rank copied, or read from other ranks to sum them.  NaN where a library sums, by an
-        algorithm that it chooses.
+        They are received in messages; in shared memory copied, or read from others to be summed.
+        NaN where a library sums, by an algorithm that it chooses.
         """
         moved, self._moved = self._moved, 0
         return moved

@@ -5,7 +5,8 @@ from contextlib import contextmanager
 from typing import Any, Callable, Iterator
 
 from mm3d.arrays.backend import Array, Backend
-from mm3d.transport.exchange import BlockLengths, ExchangeTransport, lengths_and_starts
+from mm3d.transport.device import ExchangeTransport, lengths_and_starts
+from mm3d.transport.ordered import BlockLengths
 
 
 class NcclTransport(ExchangeTransport):

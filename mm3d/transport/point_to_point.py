@@ -27,39 +27,21 @@ class PointToPoint:
     """Send and receive arrays between any two ranks of a communicator.
 
     MPI reads and writes arrays in host memory in place, and device arrays if it is CUDA-aware.
-    Other device arrays are copied through host memory.
-
-    Parameters
-    ----------
-    comm : mpi4py.MPI.Intracomm
-        The ranks; each creates this.  Its messages use a duplicate.
-    backend : Backend
-        The backend of the arrays.
-    synchronous : bool
-        Whether a send completes only after its receive has begun (``MPI_Issend``), as with
-        messages too large for MPI to buffer; for tests.
-    asleep : bool
-        Whether a waiting rank sleeps between two looks at its message, instead of leaving it to
-        MPI how to wait; for ranks that outnumber the cores.
-
-    Attributes
-    ----------
-    bytes_sending, peak_sending : int
-        Bytes of the messages that are being sent now, and the most so far.
+    Other device arrays are copied through host memory.  Each of the ranks creates this, and its
+    messages use a duplicate of `comm`.  If `synchronous`, a send completes only after its receive
+    has begun (``MPI_Issend``), as with messages too large for MPI to buffer.  If `asleep`, a
+    waiting rank sleeps between two looks at its message, as where ranks outnumber the cores.
+    `bytes_sending` are those of the messages under way, `peak_sending` the most so far.
     """
 
     def __init__(self, comm: MPI.Intracomm, backend: Backend, synchronous: bool = False,
                  asleep: bool = False) -> None:
         self.comm, self.backend = create(comm.Dup), backend
-        self.synchronous, self.asleep = synchronous, asleep
+        self._send = "Issend" if synchronous else "Isend"    # of MPI
+        self.asleep = asleep
         self.in_place = backend.host_buffers or choose_transport(comm, backend) == "device"
         self._sending: list[tuple[MPI.Request, Any, int]] = []
         self.bytes_sending = self.peak_sending = 0
-
-    @property
-    def _send(self) -> Callable[..., MPI.Request]:
-        """Return the method of MPI that begins to send."""
-        return self.comm.Issend if self.synchronous else self.comm.Isend
 
     def send(self, a: Array, target: int, tag: int) -> None:
         """Begin to send `a`, which must not be written any more, to the rank `target`."""
@@ -69,7 +51,8 @@ class PointToPoint:
             buffer = self.backend.mpi_buffer(a)
         else:
             a = buffer = self.backend.host_copy(a)
-        self._sending.append((self._send(buffer, target, tag), a, a.nbytes))
+        request = getattr(self.comm, self._send)(buffer, target, tag)
+        self._sending.append((request, a, a.nbytes))
         self.bytes_sending += a.nbytes
         self.peak_sending = max(self.peak_sending, self.bytes_sending)
 

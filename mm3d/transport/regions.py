@@ -13,12 +13,9 @@ MemoryPlace = tuple[mmap.mmap, int]
 
 
 class Regions:
-    """Take and drop regions of the segments of memory that ranks share.
+    """Take and drop regions of the segments of memory that so many `ranks` share.
 
-    So many `ranks` use each region.  New ones are made in `segment`, whose first free byte is
-    `start`.  `places` has segment and first byte of each region, `trial` the regions taken on
-    trial and how to undo each, and `emptied` those given back to the system, to be taken again
-    from the next barrier on.
+    New ones are made in `segment`, whose first free byte is `start`.
     """
 
     def __init__(self, ranks: int, segment: mmap.mmap, start: int) -> None:
@@ -26,9 +23,9 @@ class Regions:
         self._sizes: list[int] = []
         self._users: list[int] = []                 # number of ranks that still use each
         self._hollow: dict[int, list[int]] = {}     # regions given back to the system, by size
-        self.places: list[MemoryPlace] = []
-        self.emptied: list[int] = []
-        self.trial: list[tuple] = []
+        self.places: list[MemoryPlace] = []         # segment and first byte of each
+        self.emptied: list[int] = []    # given back to the system, free from the next barrier on
+        self.trial: list[tuple] = []    # taken on trial, and how to undo each
         self.add(segment, start)
 
     def __len__(self) -> int:
@@ -91,10 +88,9 @@ class Regions:
                 self.in_use -= self._sizes[region]
 
     def take_surplus(self) -> list[tuple[mmap.mmap, int, int]]:
-        """Return segment, start and size of the idle regions to return to the system.
+        """Return segment, start and size of idle regions that go back to the system at a barrier.
 
-        It is called at a barrier.  One rank frees the memory while others may be ahead, so these
-        regions are taken again only after the next barrier.
+        One rank does it while others may be ahead, so they are taken again after the next one.
         """
         found = self.idle.take_surplus()
         for region in self.emptied:

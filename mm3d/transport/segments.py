@@ -40,26 +40,11 @@ _MORE_MEMORY = call_check.encode_call(call_check.MORE_MEMORY)
 class SharedMemory:
     """Allocate regions of memory that all ranks of one node share.
 
-    After each barrier of all ranks, idle regions hold at most twice the most bytes recently in
-    use, or 16 MiB if that is more (see `mm3d.arrays.pool`); the rest goes back to the
-    system, and all of it when the last rank ends.  A region beyond 64 KiB is less than an eighth
-    larger than what was asked for, in whole pages.
-
-    Parameters
-    ----------
-    comm : mpi4py.MPI.Intracomm
-        The ranks; all of them make it, and make the same calls in the same order.
-
-    Attributes
-    ----------
-    regions : Regions
-        The list of regions, the same on all ranks.
-
-    Raises
-    ------
-    OSError
-        On every rank alike when one cannot make the memory, or open that of another: here, and
-        in `take` when more is needed.
+    All ranks of `comm` make it, and make the same calls in the same order; `regions` is the same
+    on all.  After each barrier of all ranks, idle regions hold at most twice the most bytes
+    recently in use, or 16 MiB if that is more (see `mm3d.arrays.pool`); the rest goes back to the
+    system, and all of it when the last rank ends.  Raises OSError on every rank alike when one
+    cannot make the memory, or open that of another: here, and in `take` when more is needed.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
@@ -88,10 +73,9 @@ class SharedMemory:
     def synchronize(self, call: PackedCall = _BARRIER, region: int = IN_MESSAGES) -> bool:
         """Wait for all ranks; stores before it are visible to all of them afterwards.
 
-        `call` is the collective of this rank, and `region` that of the arrays that are read.
-        Returns whether all ranks have the same region: if so, the regions taken on trial are kept,
-        else they are undone.  Raises ValueError on all ranks alike when their calls, or those
-        before, differ.
+        Returns whether all give the same `region`, that of the arrays that are read: if so, those
+        taken on trial are kept, else undone.  Raises ValueError on all ranks alike when their
+        calls, or those before, differ.
         """
         barrier, regions, differ = self.barrier, self.regions, ""
         if self._given_back:
@@ -140,17 +124,15 @@ class SharedMemory:
     def all_gather(self, a: np.ndarray, call: PackedCall = _BARRIER) -> list[np.ndarray] | None:
         """Gather the small arrays `a` of all ranks, each flat, to be read before the next barrier.
 
-        Arrays of other ranks may be longer or shorter; values beyond their end are undefined.
-        Returns None if some ranks passed a region instead; errors as in `synchronize`.
+        Values beyond the end of each are undefined.  None if some ranks passed a region instead.
         """
         slots = self._post(a, True)
         return _contents(slots, a.dtype) if self.synchronize(call) else None
 
     def broadcast(self, a: np.ndarray, root: int, call: PackedCall = _BARRIER) -> np.ndarray:
-        """Broadcast the small array `a` of `root`; the others wait for the root alone.
+        """Broadcast the small array `a` of `root`, flat; the others wait for the root alone.
 
-        The result is flat, and to be read before the next barrier.  A rank whose call differs
-        from the root's raises ValueError, and at the next `synchronize` all ranks do.
+        A rank whose call differs from the root's raises ValueError; at the next `synchronize` all.
         """
         slots = self._post(a, self.rank == root)
         self.barrier.await_rank(root, self.barrier.arrive(call))
@@ -159,10 +141,7 @@ class SharedMemory:
 
     def gather(self, a: np.ndarray, root: int,
                call: PackedCall = _BARRIER) -> list[np.ndarray] | None:
-        """Gather on `root`, which alone waits, as `all_gather` does; None on the other ranks.
-
-        When calls differ the root raises ValueError, and at the next `synchronize` all ranks do.
-        """
+        """Gather on `root`, which alone waits and compares the calls; None on the other ranks."""
         slots = self._post(a, True)
         turn = self.barrier.arrive(call)
         if self.rank != root:
@@ -185,8 +164,7 @@ class SharedMemory:
     def take(self, length: int) -> tuple[int, MemoryPlace]:
         """Take a region of at least `length` bytes, the same on every rank; all must call it.
 
-        Returns its number, for `give_back`, and its place: the memory, and the byte at which it
-        begins.
+        Returns its number, for `give_back`, and its place: the memory and its first byte there.
         """
         if self._taken == MAX_TAKEN:
             self.synchronize()
@@ -201,18 +179,14 @@ class SharedMemory:
         return region, regions.places[region]
 
     def try_take(self, length: int) -> tuple[int, MemoryPlace | None]:
-        """Take a region until the next `synchronize`, which keeps or undoes it.
-
-        The region is `NO_ROOM` if there is no room.  Ranks need not all call it.
-        """
+        """Take a region on trial, or `NO_ROOM` if there is none; ranks need not all call it."""
         region = self.regions.take(length, trial=True)
         return (NO_ROOM, None) if region is None else (region, self.regions.places[region])
 
     def _open_segment(self, size: int, gather: Callable[[list[int]], list]) -> mmap.mmap:
         """Map a new segment that the first rank creates; OSError on every rank if one fails.
 
-        `gather` gathers numbers of all ranks.  Failures are gathered, too, so that no rank
-        waits for one that has failed.
+        `gather` gathers numbers of all ranks, also of failures, so that no rank waits for another.
         """
         descriptor, file, error = -1, 0, 0
         if self.rank == 0:
@@ -243,10 +217,7 @@ class SharedMemory:
 
 def join_blocks(parts: Iterable[np.ndarray], out: np.ndarray, dim: int,
                 counts: Sequence[int]) -> np.ndarray:
-    """Copy flat blocks to their places along `dim` of `out`, and return it.
-
-    A block may be followed by what does not belong to it.
-    """
+    """Copy flat blocks, which may be longer, to their places along `dim` of `out`; return it."""
     for part, index in zip(parts, block_indices(out.ndim, dim, counts)):
         place = out[index]
         place[...] = part[:place.size].reshape(place.shape)

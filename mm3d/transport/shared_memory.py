@@ -146,10 +146,7 @@ class SharedTransport(MpiTransport):
 
     def _shared_terms(self, a: Array, lease: _SharedLease | None,
                       call: PackedCall) -> tuple[Array, Array]:
-        """Return the first rank's term and the others' terms, in shared memory.
-
-        `lease` is that of `a`, which may be a term already that is not summed yet.
-        """
+        """Return the first rank's term and the others', in shared memory; `a` may be there."""
         if lease is not None and lease.partner is not None:
             first, others = (lease.partner, a.base) if self.rank else (a, lease.partner)
             if self.memory.synchronize(call, lease.number):
@@ -254,10 +251,7 @@ class SharedTransport(MpiTransport):
 
     def _take(self, shape: tuple[int, ...], dtype: Any,
               trial: bool = False) -> tuple[Array | None, int]:
-        """Take a region for an array that all ranks share; return the array and the region.
-
-        On `trial` the next barrier keeps or undoes it; the array is None if there is no room.
-        """
+        """Return an array in a new region, None if a `trial` finds no room, and the region."""
         dtype = np.dtype(dtype)
         length = math.prod(shape) * dtype.itemsize
         region, place = (self.memory.try_take if trial else self.memory.take)(length)

@@ -11,10 +11,10 @@ from mm3d.transport.pending import Pending
 
 
 class SilentTransport(MpiTransport):
-    """Do nothing in every collective: the other ranks do not exist.
+    """Do nothing in every collective, but hold its buffers as long as MPI does: they are counted.
 
-    Collectives hold their buffers as long as MPI's do, so that their memory is counted: also the
-    float32 copies for sums of 16 bits or, with `ordered`, what `OrderedTransport` receives.
+    So are the float32 copies for sums of 16 bits or, with `ordered`, what `OrderedTransport`
+    receives.
     """
 
     name = "silent"

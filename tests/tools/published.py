@@ -17,6 +17,15 @@ QWEN2_MOE = LLAMA | dict(model_type="qwen2_moe", num_experts=5, num_experts_per_
 GPT2 = dict(model_type="gpt2", n_layer=2, n_embd=12, n_head=2, vocab_size=17, n_positions=9)
 CONFIGS = {one["model_type"]: one for one in (GPT2, LLAMA, MIXTRAL, QWEN2, QWEN2_MOE)}
 BATCH, SEQ = 4, 5
+# By ranks: the mesh, and the division.
+MESHES = {1: [(dict(scheme="serial"), {})], 2: [(dict(scheme="1d"), {})],
+          4: [(dict(scheme="1d"), {}), (dict(scheme="1d-sp"), {}), (dict(scheme="2d"), {}),
+              (dict(scheme="3d", grid=(2, 1, 2)), {}), (dict(scheme="3d", grid=(1, 2, 2)), {}),
+              (dict(scheme="3d", grid=(2, 1, 1), stages=2), dict(microbatches=2)),
+              (dict(scheme="serial", data=4), dict(zero=3)),
+              (dict(scheme="1d", data=2), dict(zero=2))],
+          8: [(dict(scheme="3d"), {}), (dict(scheme="3d", grid=(1, 2, 1), stages=2, data=2),
+                                        dict(zero=1, microbatches=2))]}
 
 
 def shapes(config) -> dict[str, tuple[int, ...]]:

@@ -20,7 +20,7 @@ from bench.prediction.work import Work
 from bench.records.measurements import Measurements
 from mm3d import launcher
 from mm3d.arrays import backend as backends
-from mm3d.transport.node_words import number_nodes
+from mm3d.transport.nodes import number_nodes
 
 DTYPES = ("float32", "float64")    # of products; all else is of the first
 MANY = 16    # ranks, beyond which less is measured: all takes long on shared cores

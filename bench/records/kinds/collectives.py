@@ -12,7 +12,7 @@ from bench.records.measurements import Measurements, Place, grid_shape, list_pla
 from bench.records.notes import describe_machine
 from mm3d.arrays.blocks import block_lengths
 from mm3d.grid.shape import GridShape
-from mm3d.transport.node_words import in_place_collectives, words_into_nodes
+from mm3d.transport.nodes import in_place_collectives, words_into_nodes
 
 SCHEMAS = {
     "collectives": {

@@ -26,7 +26,7 @@ from bench.records.measurements import Measurements
 from mm3d.arrays import backend as backends
 from mm3d.config import Config, Division
 from mm3d.console import say
-from mm3d.transport.node_words import number_nodes
+from mm3d.transport.nodes import number_nodes
 
 ON_ALL_RANKS = True
 

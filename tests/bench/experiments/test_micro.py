@@ -18,7 +18,7 @@ from mm3d import Grid, Layout
 from mm3d.grid.axis import COLLECTIVES
 from mm3d.model import cost
 from mm3d.schemes.matrix_product import FORMS
-from mm3d.transport.node_words import in_place_collectives
+from mm3d.transport.nodes import in_place_collectives
 from records import format_record, only_record
 from refused import done, refused, run_verb
 from support import run_ranks

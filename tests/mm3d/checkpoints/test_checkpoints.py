@@ -8,7 +8,6 @@ from mpi4py import MPI
 
 import mm3d
 from mm3d.checkpoints import block_files
-from mm3d.checkpoints.index_file import read_index
 from checkpoint_models import everything, release, same, set_gradients
 
 SIZES = dict(layers=4, hidden=15, heads=3, batch=4, seq=2)    # divides by neither 2 nor 4
@@ -104,20 +103,6 @@ def test_h5py_alone_opens_whole_arrays_wherever_the_folder_is(comm, trained, sha
     (moved / "step-00000002" / "blocks-00000.h5").unlink()
     with h5py.File(moved / "step-00000002" / "index.h5") as index:
         assert any(np.isnan(item[()]).any() for item in index["parameters"].values())
-
-
-@pytest.mark.ranks(4)
-def test_contents_do_not_depend_on_the_mesh_but_for_where_blocks_lie(comm, shared_tmp_path):
-    indices = []
-    for mesh in (MESHES[4][0], MESHES[4][2]):
-        model = pipeline(comm, *mesh)
-        path = mm3d.save(shared_tmp_path / mesh[1], model, KINDS["SGD"](model))
-        indices.append(read_index(path))
-        release(model)
-    one, other = indices
-    assert (one.arrays, one.attributes, one.optimizer) == (
-        other.arrays, other.attributes, other.optimizer)
-    assert one.blocks != other.blocks
 
 
 @pytest.mark.ranks(4)

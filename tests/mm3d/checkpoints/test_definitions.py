@@ -16,7 +16,6 @@ from mm3d.model.stack import Stack
 from mm3d.model.transformer_layers import transformer_layers
 from mm3d.training.optimizers import Optimizer
 from checkpoint_models import as_before, everything, release, same, transformer
-from reference import all_refuse
 
 GPT = dict(layers=2, hidden=8, heads=4, vocab=11, batch=4, seq=3)
 ROUTED = dict(count=4, top=2, every=1, capacity=1.5)
@@ -174,15 +173,6 @@ def test_the_definition_is_the_same_on_every_mesh(comm, shared_tmp_path):
         model = mm3d.GPT(mesh, **GPT, dropout=0.1, experts=mm3d.Experts(**(ROUTED | dict(top=1))))
         mm3d.restore(shared_tmp_path, model)
         release(model)
-
-
-@pytest.mark.ranks(4)
-def test_another_function_is_one_line_on_all_ranks(comm, shared_tmp_path):
-    one, other = (gpt(comm, grid=(2, 1, 2), heads=heads) for heads in (4, 8))
-    mm3d.save(shared_tmp_path, one, step=1)
-    with all_refuse(comm):
-        mm3d.restore(shared_tmp_path, other)
-    release(one, other)
 
 
 # --- Optimizers ------------------------------------------------------------------------------

@@ -3,14 +3,12 @@ import fcntl
 import os
 import re
 import shutil
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import mm3d
 from checkpoint_models import names, saved, transformer
-from support import run_command
 
 
 def link_old(folder: Path) -> None:
@@ -93,58 +91,6 @@ def test_names_that_are_alike_are_none_of_a_checkpoint(tmp_path):
     for step in (5, 6):
         assert saved(tmp_path, transformer(), step, keep=1) == ""
     assert names(tmp_path) == sorted([*alike, "step-00000006"])
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts a disk")
-def test_a_mount_point_stays(tmp_path):
-    model = transformer()
-    for step in (1, 2):
-        mm3d.save(tmp_path, model, step=step)
-    old = tmp_path / "step-00000001"
-    if run_command(["mount", "--bind", str(old), str(old)]).returncode:
-        pytest.skip("nothing can be mounted here")
-    try:
-        for step in (3, 4):
-            assert f"{old} could not be removed" in saved(tmp_path, model, step, keep=1)
-    finally:
-        run_command(["umount", str(old)])
-    assert saved(tmp_path, model, 5, keep=1) == "" and names(tmp_path) == ["step-00000005"]
-
-
-AS_USER = """
-import os, sys, warnings, mm3d
-from mpi4py import MPI
-# All is imported while the files of this user can be read, also what saving a model needs.
-model = mm3d.Transformer(mm3d.scheme("serial", MPI.COMM_SELF), layers=1, hidden=4, heads=2,
-                         batch=1, seq=1)
-mm3d.save(sys.argv[2], model, step=1)
-os.setgid(65534), os.setuid(65534)
-for step in (3, 4):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        mm3d.save(sys.argv[1], model, step=step, keep=1)
-    print(step, [str(one.message) for one in caught])
-"""
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="another user is needed")
-def test_folders_of_another_user(tmp_path):
-    """In a folder in which everyone may write, but removes what is his own alone."""
-    model, folder = transformer(), tmp_path / "run"
-    mm3d.save(folder, model, step=1)
-    (folder / ".step-00000003.writing").mkdir()
-    (folder / ".step-00000003.writing" / "blocks-00000.h5").write_text("")
-    for path in (*tmp_path.parents, tmp_path):
-        if path.stat().st_uid == os.geteuid() and len(path.parts) > 2:
-            path.chmod(path.stat().st_mode | 0o055)
-    folder.chmod(0o1777)
-    os.utime(folder / ".step-00000003.writing", (1, 1))
-    os.utime(folder / ".step-00000003.writing" / "blocks-00000.h5", (1, 1))
-    done = run_command([sys.executable, "-c", AS_USER, str(folder), str(tmp_path / "mine")])
-    assert done.returncode == 0, done.stderr
-    for path in (folder / "step-00000001", folder / ".step-00000003.writing"):
-        assert done.stdout.count(f"{path} could not be removed") == 2
-    assert names(folder) == [".step-00000003.writing", "step-00000001", "step-00000004"]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="another user is needed")

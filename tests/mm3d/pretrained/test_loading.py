@@ -12,22 +12,12 @@ from gpts import tokens_and_targets
 from mm3d.hugging_face.names import tensor_shapes
 from mm3d.pretrained.loading import model_pieces
 from mm3d.pretrained.shapes import parameter_count, parameter_shapes
-from published import (BATCH, CONFIGS, GPT2, LLAMA, QWEN2, SEQ, differences, plain_logits,
+from published import (BATCH, CONFIGS, GPT2, LLAMA, MESHES, QWEN2, SEQ, differences, plain_logits,
                        plain_loss, shapes, tensors, write)
 from reference import all_refuse
 
 SIZES = dict(batch=BATCH, seq=SEQ)
 DATA = tokens_and_targets(dict(SIZES, vocab=17))
-# By ranks: the mesh, and the division.
-MESHES = {1: [(dict(scheme="serial"), {})],
-          2: [(dict(scheme="1d"), {})],
-          4: [(dict(scheme="3d", grid=(2, 1, 2)), {}),
-              (dict(scheme="serial", data=4), dict(zero=3)),
-              (dict(scheme="1d", stages=2), dict(microbatches=2)),
-              (dict(scheme="1d-sp"), {}), (dict(scheme="2d"), {}),
-              (dict(scheme="1d", data=2), dict(zero=1))],
-          8: [(dict(scheme="3d", grid=(1, 2, 1), data=2, stages=2), dict(zero=2)),
-              (dict(scheme="3d"), {})]}
 kinds = pytest.mark.parametrize("kind", CONFIGS)
 
 

@@ -13,7 +13,7 @@ import mm3d
 from gpts import tokens_and_targets
 from mm3d.checkpoints.together import on_root
 from mm3d.hugging_face.config_file import model_fields
-from published import BATCH, CONFIGS, LLAMA, SEQ, differences, shapes
+from published import BATCH, CONFIGS, LLAMA, MESHES, SEQ, differences, shapes
 
 lacking = [name for name in ("torch", "transformers", "safetensors") if find_spec(name) is None]
 pytestmark = [pytest.mark.limit(300), pytest.mark.skipif(
@@ -25,15 +25,6 @@ ROTARY = {"rope_type": "llama3", "rope_theta": 100.0, "factor": 4.0, "low_freq_f
 MODELS = CONFIGS | {
     "llama 3.1": {**LLAMA, "rope_parameters": ROTARY},
     "mistral": LLAMA | dict(model_type="mistral", sliding_window=3, tie_word_embeddings=True)}
-# By ranks: the mesh, and the division.
-MESHES = {1: [(dict(scheme="serial"), {})],
-          4: [(dict(scheme="1d"), {}), (dict(scheme="1d-sp"), {}), (dict(scheme="2d"), {}),
-              (dict(scheme="3d", grid=(2, 1, 2)), {}), (dict(scheme="3d", grid=(1, 2, 2)), {}),
-              (dict(scheme="3d", grid=(2, 1, 1), stages=2), dict(microbatches=2)),
-              (dict(scheme="serial", data=4), dict(zero=3)),
-              (dict(scheme="1d", data=2), dict(zero=2))],
-          8: [(dict(scheme="3d"), {}), (dict(scheme="3d", grid=(1, 2, 1), stages=2, data=2),
-                                        dict(zero=1, microbatches=2))]}
 
 
 @pytest.fixture

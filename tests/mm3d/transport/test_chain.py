@@ -1,12 +1,14 @@
-"""Broadcasts and reductions between single ranks of nodes, passed from node to node."""
+"""Broadcasts and reductions from node to node, and sums in the order of the ranks."""
 import numpy as np
 import pytest
 
+from mm3d.arrays import backend
 from mm3d.selftest import failed_collectives
 from mm3d.transport import lanes
-from mm3d.transport.chain import MAX_MPI_BYTES
-from mm3d.transport.lanes import chunk_bytes
+from mm3d.transport.lanes import MAX_MPI_BYTES, chunk_bytes
+from mm3d.transport.ordered import OrderedTransport
 from reference import integers, on_grid
+from rounded import dtype_of, ml_dtypes
 
 
 LARGE = MAX_MPI_BYTES    # words; a rank passes on as much in several chunks
@@ -24,12 +26,6 @@ def test_every_collective_is_right(comm):
     with on_grid(comm, x=comm.size) as grid:
         assert grid.x.transport.name == "chain"
         assert not failed_collectives(grid, (1, LARGE // 4), ("float16", "int64"))
-
-
-@pytest.mark.ranks(4)
-def test_two_nodes_need_no_chain(comm):
-    with on_grid(comm, x=2, y=2) as grid:
-        assert grid.x.transport.name == "mpi"
 
 
 @pytest.mark.ranks(4)
@@ -95,3 +91,27 @@ def test_chunks_make_a_chain_shortest(nodes):
     best = min((length / count for count in range(1, 500)), key=took)
     assert took(chunk_bytes(length, nodes)) <= 1.001 * took(best)
     assert chunk_bytes(2 ** 30, nodes) == chunk_bytes(length, 2) == lanes.MOST_CHUNK_BYTES
+
+
+@pytest.mark.ranks(4)
+def test_a_sum_in_the_order_of_the_ranks_has_the_same_bits_when_it_is_begun_early(comm):
+    """Also onto one rank: MPI would add in the order of a tree."""
+    transport = OrderedTransport(comm, backend.get("numpy"))
+    terms = np.random.default_rng(0).standard_normal((comm.size, 1000)).astype(np.float32)
+    expected = terms[0]
+    for term in terms[1:]:
+        expected = expected + term
+    for root in range(comm.size):
+        for found in (transport.begin_reduce(terms[comm.rank], root).take(),
+                      transport.reduce(terms[comm.rank], root)):
+            assert (found is None) == (comm.rank != root)
+            assert found is None or np.array_equal(found, expected)
+    whole, narrow = integers((1000,), comm.rank), dtype_of("bfloat16" if ml_dtypes else "float16")
+    found = transport.reduce(whole.astype(narrow), 1)
+    assert found is None or np.array_equal(found, sum(
+        integers((1000,), rank) for rank in range(comm.size)).astype(narrow))
+    counts = [250] * comm.size
+    own = slice(250 * comm.rank, 250 * (comm.rank + 1))
+    for found in (transport.begin_reduce_scatter(terms[comm.rank], 0, counts).take(),
+                  transport.reduce_scatter(terms[comm.rank], 0, counts)):
+        assert np.array_equal(found, expected[own])

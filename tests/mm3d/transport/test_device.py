@@ -13,11 +13,11 @@ import fakelibs
 import mm3d
 from bench.checks import rounding, tolerances
 from bench.instruments import hidden_time, host as machine
-from mm3d import selftest
+from mm3d import launcher, selftest
 from mm3d.arrays import backend, cupy_backend
 from mm3d.arrays.numpy_backend import NumpyBackend
 from mm3d.grid.split import Split
-from mm3d.transport import choice, cuda_aware, exchange, nccl
+from mm3d.transport import choice, device, nccl, on_devices
 from mirror import during_products
 from models import SIZES, SOME, Parallelism, data, differences, serial, train
 from reference import integers
@@ -34,7 +34,7 @@ def carried(request, monkeypatch):
     if not where:
         request.getfixturevalue("cupy")
         monkeypatch.setattr(fakecupy.Memory, "open", kind == "device")
-    elif kind == "device" and not cuda_aware.claims_cuda_support():
+    elif kind == "device" and not on_devices.claims_cuda_support():
         pytest.skip("this MPI does not say that it is CUDA-aware")
     monkeypatch.setenv("MM3D_TRANSPORT", kind)
     return kind
@@ -197,7 +197,7 @@ def test_sixteen_bits_travel_as_they_are_and_are_summed_in_float32(comm, carried
     if dtype == "bfloat16":
         dtype = pytest.importorskip("ml_dtypes", reason="ml_dtypes is not installed").bfloat16
     grid = mm3d.Grid(comm, "cupy", x=comm.size)
-    for length in (8, 3 * exchange.MAX_GATHERED_ELEMENTS // comm.size):
+    for length in (8, 3 * device.MAX_GATHERED_ELEMENTS // comm.size):
         term = grid.backend.asarray(np.full(length, 1 if comm.rank else large, dtype))
         for move in grid.x.all_reduce, grid.x.reduce_scatter:
             found = grid.backend.to_host(move(term))
@@ -300,7 +300,7 @@ def test_what_is_proven_is_chosen(comm, monkeypatch, gpus, nccl, aware, expected
     """NCCL where every rank has a GPU, then an MPI that proves to be CUDA-aware, then copies."""
     monkeypatch.delenv("MM3D_TRANSPORT", raising=False)
     asked = []
-    monkeypatch.setattr(cuda_aware, "find_problem",
+    monkeypatch.setattr(on_devices, "find_problem",
                         lambda: asked.append(1) or ("" if aware else "it did not end"))
     lent = Lent(("node", comm.rank % gpus) if gpus else None, "library" if nccl else None)
     with warnings.catch_warnings(record=True) as said:
@@ -338,21 +338,24 @@ def test_a_device_transport_does_not_carry_host_arrays(comm, monkeypatch):
 
 def test_a_job_that_does_not_end_proves_nothing(tmp_path, monkeypatch):
     """Nor one that fails, nor an MPI that says no; each answer is asked for once."""
-    find, python, mpirun = cuda_aware.find_problem.__wrapped__, sys.executable, tmp_path / "mpirun"
+    find, python, mpirun = on_devices.find_problem.__wrapped__, sys.executable, tmp_path / "mpirun"
+    monkeypatch.setattr(on_devices, "claims_cuda_support", lambda: True)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))    # mpirun is beside it
     mpirun.touch(0o755)
     monkeypatch.setenv("SLURM_JOB_ID", "7")    # of which the job knows nothing
-    for name in cuda_aware.launcher.PERMISSIONS:    # as started by a plain mpirun
+    for name in launcher.PERMISSIONS:    # as started by a plain mpirun
         monkeypatch.delenv(name, raising=False)
     alone = ("import os; assert not [name for name in os.environ if name.startswith('SLURM_')]; "
-             f"assert os.environ.keys() >= {set(cuda_aware.launcher.PERMISSIONS)}")
+             f"assert os.environ.keys() >= {set(launcher.PERMISSIONS)}")
     for seconds, program, expected in (
             (2, "import time; time.sleep(60)", "did not end within 2 seconds"),
             (60, "raise SystemExit(3)", "ended with status 3"), (60, alone, "")):
         mpirun.write_text(f"#!{python}\n{program}\n")
-        found = find(seconds, lambda: True)
+        monkeypatch.setattr(on_devices, "PROOF_SECONDS", seconds)
+        found = find()
         assert found.endswith(expected) and bool(found) == bool(expected), found
-    assert "says that it does not" in find(claim=lambda: False)
+    monkeypatch.setattr(on_devices, "claims_cuda_support", lambda: False)
+    assert "says that it does not" in find()
 
 
 # --- The backend ---------------------------------------------------------------------------

@@ -15,13 +15,12 @@ from bench.reports import merit
 from bench.reports.formats import render
 from mm3d.arrays.blocks import block_lengths
 from mm3d.grid.axis import COLLECTIVES
-from mm3d.grid.split import Split
-from mm3d.transport import choice, exchange
+from mm3d.transport import choice, device
 from records import made_up
 from reference import on_grid
 
 ODD = 3     # columns, so that blocks along the last dimension lie in pieces
-LONG = 2 * exchange.MAX_GATHERED_ELEMENTS
+LONG = 2 * device.MAX_GATHERED_ELEMENTS
 LENGTHS = (5, 9, LONG)    # on 3 ranks, uneven and even
 
 
@@ -193,19 +192,6 @@ def test_shared_memory_states_its_copies_and_sums(comm, monkeypatch):
                 "reduce": length + 2 * length * at_root})
             for name, run in collectives(grid.x, length):
                 assert counted(grid.x, name, run).moved == expected[name], (name, length)
-
-
-@pytest.mark.ranks(3)
-def test_what_is_placed_is_gathered_without_moving_a_word(comm, monkeypatch):
-    monkeypatch.setenv("MM3D_TRANSPORT", "shared")
-    with on_grid(comm, x=comm.size) as grid:
-        split = Split(grid.x, 0, LONG)
-        placed = split.empty((split.counts[comm.rank],), "float32")
-        found = counted(grid.x, "all_gather", lambda: split.all_gather(placed))
-        assert found.moved == 0 and found.words == LONG - placed.size
-        term = split.term((LONG,), "float32")
-        found = counted(grid.x, "reduce_scatter", lambda: split.reduce_scatter(term))
-        assert found.moved == (comm.size - 1) * split.counts[comm.rank]
 
 
 @pytest.mark.ranks(8)

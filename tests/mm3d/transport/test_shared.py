@@ -18,13 +18,13 @@ from mm3d.transport.barrier import SLOTS
 from mm3d.transport.nodes import own_node
 from mm3d.transport.segments import (MAX_RETURNED, MAX_TAKEN, MESSAGE_BYTES, SEGMENT_BYTES,
                                      SharedMemory)
+from models import SIZES, data, differences, random_state, serial, train
 from reference import integers, on_grid
 from support import run_ranks
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"),
                                 reason="this system has no memfd_create")
-
-
+EVEN = SIZES["even"]
 few_turns = pytest.mark.parametrize("turns", [300, pytest.param(1500, marks=pytest.mark.slow)])
 
 
@@ -75,37 +75,6 @@ def test_products_copy_nothing(comm, options, gathers):
 @pytest.mark.ranks(4, slow=(8,))
 @pytest.mark.limit(300)
 @few_turns
-def test_no_block_changes_while_another_rank_reads_it(comm, turns):
-    """Random delays, random lifetimes that differ between ranks, exact integers."""
-    chance = random.Random(comm.rank)
-    kept = []
-    with on_grid(comm, x=comm.size) as grid:
-        split = Split(grid.x, 0, 3 * comm.size + 1)
-        mine = slice(*(sum(split.counts[:n]) for n in (comm.rank, comm.rank + 1)))
-        for turn in range(turns):
-            expected = integers((split.extent, 5), turn)
-            block = split.empty(expected[mine].shape, expected.dtype)
-            block[...] = expected[mine]
-            whole = split.all_gather(block)
-            total = split.term(expected.shape, expected.dtype)
-            total[...] = expected * (comm.rank + 1)
-            part = split.reduce_scatter(total)
-            if chance.random() < 0.05:
-                time.sleep(chance.random() / 300)
-            assert np.array_equal(whole, expected), turn
-            assert np.array_equal(part, expected[mine] * sum(range(comm.size + 1))), turn
-            kept.append((whole, expected))
-            if chance.random() < 0.3:
-                kept = kept[chance.randrange(len(kept)):]
-            for old, was in kept[:2]:
-                assert np.array_equal(old, was), turn
-            kept = kept[-20:]
-        kept.clear()
-
-
-@pytest.mark.ranks(4, slow=(8,))
-@pytest.mark.limit(300)
-@few_turns
 @pytest.mark.parametrize("columns", [3, MESSAGE_BYTES // 16 + 1])
 def test_every_collective_is_exact_whoever_is_late(comm, turns, columns):
     """In random order with random delays, in both ways: handed to all, and in regions."""
@@ -143,39 +112,6 @@ def test_every_collective_is_exact_whoever_is_late(comm, turns, columns):
             assert found is expected is None or np.array_equal(found, expected), (turn, kind)
 
 
-@pytest.mark.ranks(4, slow=(8,))
-@pytest.mark.limit(300)
-@few_turns
-def test_mail_stays_until_all_have_read_it(comm, turns):
-    """However far a rank that waits for nobody is ahead of those that read late."""
-    segments = SharedMemory(comm)
-    late, order = random.Random(comm.rank), random.Random(comm.size)
-    root, regions = 0, set()
-    for turn in range(2 * turns):
-        kind = order.random()
-        if order.random() < 0.1:    # mostly one rank speaks, or hears, many times on end
-            root = order.randrange(comm.size)
-        everyone = [turn + rank for rank in range(comm.size)]
-        mine, expected = np.full(5, everyone[comm.rank]), everyone
-        if kind < 0.5:
-            found, expected = [segments.broadcast(mine, root)], everyone[root:root + 1]
-        elif kind < 0.9:
-            found = segments.gather(mine, root)
-        else:
-            region, _ = segments.take(100)
-            segments.give_back(region)
-            regions.add(region)
-            found = segments.all_gather(mine)
-        if late.random() < 0.03:
-            time.sleep(late.random() / 200)
-        if found is None:
-            assert 0.5 <= kind < 0.9 and comm.rank != root
-        else:
-            assert [set(part[:5]) for part in found] == [{value} for value in expected], turn
-    assert len(regions) < 10    # those given back were taken again
-    segments.synchronize()
-
-
 @pytest.mark.ranks(4)
 def test_who_alone_has_something_to_say_waits_for_nobody(comm):
     """Until its mail is full; and who has something for one rank waits for none of the others."""
@@ -192,58 +128,6 @@ def test_who_alone_has_something_to_say_waits_for_nobody(comm):
                 found = np.concatenate([way(np.full(3, turn), 0)]).reshape(-1, MESSAGE_BYTES // 8)
                 assert (found[:, :3] == turn).all()
         segments.synchronize()
-
-
-@pytest.mark.ranks(4)
-def test_what_ranks_have_in_common_cannot_be_written(comm):
-    """What a gather or a broadcast gives; a part of a sum is the rank's own."""
-    with on_grid(comm, x=comm.size) as grid:
-        a = np.full((4 * comm.size, MESSAGE_BYTES // 8), comm.rank + 1.0)
-        common = [grid.x.all_gather(a), *[grid.x.broadcast(a, 0)] * (comm.rank > 0)]
-        for whole in common:
-            with pytest.raises(ValueError, match="read-only"):
-                whole[0] = 0
-        part = grid.x.reduce_scatter(a)
-        part[...] += 1
-        assert (part == sum(range(comm.size + 1)) + 1).all()
-        del common, whole, part
-
-
-@pytest.mark.ranks(4)
-def test_a_fork_takes_nothing_with_it(comm):
-    """A child that drops all its arrays and ends does not give them back for its parent."""
-    with on_grid(comm, x=comm.size) as grid:
-        split = Split(grid.x, 0, comm.size)
-        block = split.empty((1,), np.float64)
-        block[...] = comm.rank
-        whole = split.all_gather(block)
-        child = os.fork()
-        if child == 0:
-            del block, whole
-            os._exit(0)
-        assert os.waitpid(child, 0)[1] == 0
-        for turn in range(20):
-            other = split.empty((1,), np.float64)
-            other[...] = -1
-            split.all_gather(other)
-        assert np.array_equal(whole, range(comm.size))
-        del block, whole, other
-
-
-@pytest.mark.ranks(4)
-def test_an_error_on_all_ranks_leaves_the_memory_in_order(comm):
-    """Nothing is left half done by a collective that refuses its arguments."""
-    with on_grid(comm, x=comm.size) as grid:
-        split = Split(grid.x, 0, 2 * comm.size)
-        for turn in range(100):
-            term = split.term((2 * comm.size, 3), np.float64)
-            with pytest.raises(ValueError, match="does not fit"):
-                split.reduce_scatter(term[1:])
-            block = split.empty((2, 3), np.float64)
-            block[...] = turn
-            with pytest.raises(ValueError, match="does not fit"):
-                split.all_gather(block[1:])
-            assert (split.all_gather(block) == turn).all()
 
 
 @pytest.mark.ranks(4)
@@ -342,40 +226,6 @@ def test_descriptors_are_closed(comm):
         assert descriptors() < before + 20
         assert len({a.__array_interface__["data"] for a in kept}) == 200
     assert descriptors() <= before + 3      # what MPI opened for the communicator
-
-
-@pytest.mark.ranks(1, 8)
-def test_the_transport_is_a_setting(comm, monkeypatch):
-    monkeypatch.setenv("MM3D_TRANSPORT", "mpi")
-    with on_grid(comm, x=comm.size) as grid:
-        assert grid.x.transport.name == "mpi"
-    monkeypatch.delenv("MM3D_TRANSPORT")
-    with on_grid(comm, x=comm.size) as grid:
-        assert grid.x.transport.name == ("shared" if comm.size > 1 else "mpi")
-    monkeypatch.setenv("MM3D_TRANSPORT", "smoke")
-    with pytest.raises(ValueError, match="'smoke' is unknown.*: choose mpi, shared or hier"):
-        mm3d.Grid(comm, x=comm.size)
-
-
-@pytest.mark.ranks(8)
-@pytest.mark.parametrize("node_size, names", [
-    (1, "mpi mpi mpi"), (2, "mpi mpi shared"), (4, "mpi shared shared"),
-    (3, ""), (8, "shared shared shared"), (100, "shared shared shared")])
-def test_only_ranks_of_one_node_share(comm, monkeypatch, node_size, names):
-    """One machine's ranks count as several nodes; what crosses them goes by MPI."""
-    monkeypatch.setenv("MM3D_NODE_SIZE", str(node_size))
-    with on_grid(comm, x=2, y=2, z=2) as grid:
-        found = [axis.transport.name for axis in grid.axes.values()]
-        if names:    # else some lines of a direction lie in a node and some do not
-            assert found == names.split()
-        assert node_size != 3 or {"mpi", "shared"} == set(sum(comm.allgather(found), []))
-        for axis in grid.axes.values():
-            mine = integers((4, 3), comm.rank)
-            line = axis.comm.allgather(comm.rank)
-            assert np.array_equal(axis.all_gather(mine),
-                                  np.concatenate([integers((4, 3), rank) for rank in line]))
-            assert np.array_equal(axis.all_reduce(mine),
-                                  sum(integers((4, 3), rank) for rank in line))
 
 
 def lock_out(patch, step: str) -> None:
@@ -487,3 +337,72 @@ comm.Barrier()
     before = names()
     assert run_ranks(8, str(program)).returncode != 0
     assert names() <= before    # what another run of the tests had may be gone
+
+
+# --- The model, step after step, whoever is late --------------------------------------------
+
+@pytest.mark.ranks(8)
+@pytest.mark.parametrize("node_size", [3, *(pytest.param(n, marks=pytest.mark.slow)
+                                            for n in (2, 4))])
+@pytest.mark.parametrize("grid, options", [
+    ((2, 2, 2), {}), *(pytest.param(*one, marks=pytest.mark.slow) for one in (
+        ((2, 2, 2), {"overlap": True}), ((4, 2, 1), {"keep": "both"}),
+        ((1, 4, 2), {"rows": "positions"})))])
+def test_a_step_on_several_nodes_equals_serial(comm, monkeypatch, node_size, grid, options):
+    """Some lines share memory and some go by MPI, of one direction or of several."""
+    monkeypatch.setenv("MM3D_NODE_SIZE", str(node_size))
+    scheme = mm3d.scheme("3d", comm, grid, "numpy", **options)
+    names = {axis.transport.name for axis in scheme.grid.axes.values() if axis.size > 1}
+    assert set.union(*comm.allgather(names)) == {"mpi", "shared"}
+    model = mm3d.Transformer(scheme, **SIZES["uneven"], dtype="float64", causal=True)
+    results = train(model, *data(**SIZES["uneven"]), steps=1)
+    assert not differences(model, results, serial("uneven", True, 1), 1e-12, 1e-11)
+
+
+def trained(comm, monkeypatch, grid: tuple[int, int, int], backward: bool,
+            late: bool) -> list[np.ndarray]:
+    """Outputs and gradients of a model whose weights change in place after each pass.
+
+    Its products are `late` at random, differently on each rank, or else all ranks wait for each
+    other before and after each change.
+    """
+    scheme, chance, found = mm3d.scheme("3d", comm, grid, "numpy"), random.Random(comm.rank), []
+    model = mm3d.Transformer(scheme, **EVEN, dtype="float64")
+    x, dy, state = model.random("x"), model.random("dy"), random_state(EVEN["layers"],
+                                                                       EVEN["hidden"])
+
+    def gemm(*arrays, multiply=scheme.grid.backend.gemm):
+        if late and chance.random() < 0.3:
+            time.sleep(chance.random() / 100)
+        return multiply(*arrays)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(scheme.grid.backend, "gemm", gemm, raising=False)
+        for step in range(8):
+            y, saved = model.forward(x)
+            found.append(y.copy())
+            if backward:
+                found.append(model.backward(dy, saved).copy())
+            late or comm.Barrier()
+            if backward:
+                for p in model.parameters:
+                    p.value -= 0.01 * p.grad
+            else:
+                model.load({name: (step + 2) * a for name, a in state.items()})
+            late or comm.Barrier()
+    found += [p.grad.copy() for p in model.parameters]
+    return found
+
+
+@pytest.mark.ranks(8)
+@pytest.mark.parametrize("grid", [(2, 2, 2), pytest.param((8, 1, 1), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backward", [True, False])
+def test_no_weight_changes_before_all_have_read_it(comm, monkeypatch, grid, backward):
+    """A rank that is done changes its blocks, which others multiply with where they lie: the same
+    bits whoever is late.
+
+    After forward alone, the ranks that read a weight meet when others are loaded.
+    """
+    expected = trained(comm, monkeypatch, grid, backward, late=False)
+    found = trained(comm, monkeypatch, grid, backward, late=True)
+    assert all(map(np.array_equal, found, expected))

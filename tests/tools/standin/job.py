@@ -25,7 +25,7 @@ os.environ |= {"MM3D_BACKEND": "cupy", "MM3D_TRANSPORT": "device"}
 import mm3d  # noqa: E402  (makes the context, then starts MPI)
 from mm3d import selftest  # noqa: E402
 from mm3d.arrays import backend  # noqa: E402
-from mm3d.transport import cuda_aware  # noqa: E402
+from mm3d.transport import on_devices  # noqa: E402
 from models import SIZES, SOME, Parallelism, data, differences, serial, train  # noqa: E402
 from mpi4py import MPI  # noqa: E402
 
@@ -37,7 +37,7 @@ OVERLAPS = [Parallelism("3d", grid, {"overlap": True})
 def main() -> list[str]:
     comm = MPI.COMM_WORLD
     backend.get("cupy").kernels = None    # they have tests of their own, and take long here
-    wrong = ([] if cuda_aware.claims_cuda_support() else
+    wrong = ([] if on_devices.claims_cuda_support() else
              ["the MPI does not say that it reads device memory"])
     grid = mm3d.Grid(comm, x=comm.size)
     assert grid.x.transport.name == "device"
