@@ -129,18 +129,18 @@ def make_table(title: str, columns: Sequence[Column], rows: Iterable[Any]) -> Ta
 
 
 def spread(of: Callable[[Any], Sequence], form: str, group: str = "",
-           heads: Sequence[str] = ("median", "low", "high"),
-           units: Sequence[str] = ()) -> list[Column]:
+           heads: Sequence[str] = ("median", "low", "high"), units: Sequence[str] = (),
+           align: str = ">") -> list[Column]:
     """Make a column for each of the first numbers that `of` returns for a row.
 
     Parameters
     ----------
-    of, form, group
+    of, form, group, align
         As in `Column`.
     heads, units : sequence of str
         The first and the second line of each; those without a unit have none.
     """
-    return [Column(name, unit, group, of=lambda row, k=k: of(row)[k], form=form)
+    return [Column(name, unit, group, align, of=lambda row, k=k: of(row)[k], form=form)
             for k, (name, unit) in enumerate(itertools.zip_longest(heads, units, fillvalue=""))]
 
 

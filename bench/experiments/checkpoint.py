@@ -19,7 +19,7 @@ from bench.agreement import agree, make_on_rank_0
 from bench.errors import UsageError, WrongResult, as_usage_error
 from bench.instruments.sampling import measured_environment, take_samples_in_turns
 from bench.instruments.timing import Limits
-from bench.records.assembly import make_record
+from bench.records.model_run import make_record
 from bench.records.measurements import Check, Measurements
 from mm3d.checkpoints.stored_arrays import stored_arrays
 from mm3d.model.draws import draw_normal

@@ -17,7 +17,7 @@ from bench.instruments.clock import Clock
 from bench.instruments.placement import reorder_ranks
 from bench.instruments.timing import time_phases
 from bench.prediction.work import SIZE_NAMES, Work
-from bench.records.assembly import make_record
+from bench.records.model_run import make_record
 from bench.records.measurements import Check, Measurements, Setting
 from mm3d import ModelSizes
 from mm3d.grid.grid import GridAxes

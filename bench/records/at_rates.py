@@ -6,9 +6,9 @@ from typing import Callable, Iterable
 import numpy as np
 
 from bench.cluster.spec import Cluster
+from bench.records.model_run import Run, make_record
 from bench.records.kinds.sweep import SweptPlan
-from bench.records.measurements import Measurements, Variable
-from bench.records.model_run import Run
+from bench.records.measurements import Measurements
 from mm3d.tracing.events import PHASES
 
 # What rows of one record share; scheme, grid, placement, batch and overlap make its plans.
@@ -23,10 +23,7 @@ def join_rates(rows: Iterable[Run]) -> list[Measurements]:
 
     Plans that were measured at other rates than others have a record of their own.
 
-    Parameters
-    ----------
-    rows : iterable of Run
-        Oldest first: of several of one plan at one rate the last one counts.
+    Rows are given oldest first: of several of one plan at one rate the last one counts.
     """
     found: dict[tuple, dict[float, Run]] = {}
     for run in rows:
@@ -60,24 +57,16 @@ def _join(links: tuple[float, ...], plans: dict[str, list[Run]]) -> Measurements
         times = np.array([run.times[phase].max(axis=1) for phase in PHASES])
         return np.pad(times, ((0, 0), (0, most - times.shape[1])), constant_values=np.nan)
 
-    def of_group(group: str, name: str) -> Callable[[Run], np.ndarray]:
-        return lambda run: run.groups[group].variables[name].values
-    software, modelled = of_group("software", "samples"), of_group("waits", "modelled")
-    variables = {
-        "samples": Variable(over(slowest), "s", ("plan", "link", "phase", "repetition")),
-        "software": Variable(over(lambda run: np.median(software(run).sum(axis=0))
-                                  / run.dilation), "s", ("plan", "link")),
-        "bound": Variable(over(lambda run: run.software_bound), "1", ("plan", "link")),
-        "predicted": Variable(over(of_group("predicted", "seconds")), "s",
-                              ("plan", "link", "phase", "kind")),
-        "work": Variable(over(lambda run: modelled(run).max(axis=1) / run.dilation)[:, 0], "s",
-                         ("plan", "phase"))}
     chosen = every[0].configuration
     settings = {"recompute": "none", "rows": len(every)} | {
         name: chosen[name] for name in ALIKE if name in chosen}
-    return Measurements(
-        "sweep", settings, every[0].environment,
-        {"plan": list(plans), "link": links, "phase": PHASES, "repetition": range(most),
-         "kind": every[0].groups["predicted"].scales["kind"]},
-        variables, [check for run in every for check in run.checks],
-        max(run.created for run in every))
+    record = make_record("sweep", settings, every[0].environment, {
+        "s": {"samples": over(slowest),
+              "predicted": over(lambda run: run.of_group("predicted", "seconds")),
+              "software": over(lambda run: np.median(
+                  run.of_group("software", "samples").sum(axis=0)) / run.dilation),
+              "work": over(lambda run: (
+                  run.of_group("waits", "modelled").max(axis=1) / run.dilation))[:, 0]},
+        "1": {"bound": over(lambda run: run.software_bound)}},
+        [check for run in every for check in run.checks], plan=list(plans), link=links)
+    return replace(record, created=max(run.created for run in every))

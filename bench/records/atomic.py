@@ -23,12 +23,7 @@ def create_file(path: str | os.PathLike, data: bytes | memoryview) -> None:
     Only the writer that has created PATH.part, which must not exist before, may create PATH.  Two
     writers thus never write the same file, and no file is replaced.
 
-    Raises
-    ------
-    FileExistsError
-        When the file, or its part, exists.
-    OSError
-        When it cannot be written.
+    Raises FileExistsError when the file, or its part, exists; OSError when it cannot be written.
     """
     final = Path(path)
     with _written(final, final.with_name(f"{final.name}.part"), SHARED) as descriptor:
@@ -40,20 +35,11 @@ def create_file(path: str | os.PathLike, data: bytes | memoryview) -> None:
 def replace(path: str | os.PathLike, data: str | bytes | memoryview, mode: int = SHARED) -> None:
     """Write `data` to the file `path`; if that fails, its old contents stay.
 
-    Parameters
-    ----------
-    path : path
-        The file, which need not exist; a link is followed.  A device or a pipe is written to,
-        and stays one.
-    data : str or bytes
-        Its contents; text is written as UTF-8, and the bytes of a path as they are.
-    mode : int, optional
-        Its permissions, less the process' umask.
+    The file need not exist; a link is followed; a device or a pipe is written to, and stays one.
+    Text is written as UTF-8, and the bytes of a path as they are.  Permissions are `mode`, less
+    the process' umask.
 
-    Raises
-    ------
-    OSError
-        When it cannot be written; the error names `path`, not its part.
+    Raises OSError when it cannot be written; the error names `path`, not its part.
     """
     whole = data.encode(errors="surrogateescape") if isinstance(data, str) else data
     try:

@@ -25,29 +25,20 @@ SAME = ("git_commit", "cpu_model", "cores", "mpi", "blas", "backend", "numpy_ver
 
 @dataclass(frozen=True)
 class Results:
-    """The rows that a folder holds of one preset and variant, or also of one policy or cluster.
-
-    Attributes
-    ----------
-    recompute : str
-        The recomputation policy of its rows if some row was measured with several; otherwise
-        empty, and rows may differ in it.
-    cluster : str
-        The emulated cluster of its rows if the same preset, variant and policy was also measured
-        elsewhere; otherwise empty.
-    history : dict
-        All runs of each row, oldest first, by ((table, scheme, ranks), scheme of the row whose
-        batch it was measured with, "" for its own).
-    overridden : int
-        Number of runs left out because their sizes were given by hand.
-    """
+    """The rows that a folder holds of one preset and variant, or also of one policy or cluster."""
 
     preset: str
     variant: Variant = Variant()
+    # The recomputation policy of its rows if some row was measured with several; otherwise empty,
+    # and rows may differ in it.
     recompute: str = ""
+    # The emulated cluster of its rows if the same preset, variant and policy was also measured
+    # elsewhere; otherwise empty.
     cluster: str = ""
+    # All runs of each row, oldest first, by ((table, scheme, ranks), scheme of the row whose batch
+    # it was measured with, "" for its own).
     history: dict[tuple[RowKey, str], list[Run]] = field(default_factory=dict)
-    overridden: int = 0
+    overridden: int = 0    # number of runs left out because their sizes were given by hand
 
     @cached_property
     def runs(self) -> dict[RowKey, Run]:
@@ -95,10 +86,9 @@ class Results:
         """Return all runs that tables show, in the tables' order, those of one row together."""
         places = {row.key: place for place, row in enumerate(
             row for table in HEADINGS for row in self.rows(table))}
-        found = [*((key, "", run) for key, run in self.runs.items()),
-                 *((key, like, run) for (key, like), run in self.equal.items())]
-        found.sort(key=lambda one: (places.get(one[0], len(places)), one[1]))
-        return [run for _, _, run in found]
+        found = {(key, ""): run for key, run in self.runs.items()} | self.equal
+        return [found[key] for key in sorted(
+            found, key=lambda one: (places.get(one[0], len(places)), one[1]))]
 
     def schemes(self) -> list[str]:
         """Return the paper's schemes, then the others that were run."""
@@ -120,37 +110,18 @@ class Results:
 
 @dataclass(frozen=True)
 class FolderContents:
-    """The contents of a folder of results.
+    """The contents of a folder of results."""
 
-    Attributes
-    ----------
-    folder : Path
-        The folder; that of the file if a file was read.
-    results : list of Results
-        The rows of the tables, one entry a preset, in the presets' order.
-    measurements : list of Measurements
-        The latest microbenchmark of each configuration, in the order of their making.
-    problems : list of str
-        A message for each file that was left out.
-    rows : list of Run
-        All runs of rows, oldest first.
-    """
-
-    folder: Path
-    results: list[Results]
+    folder: Path    # that of the file if a file was read
+    results: list[Results]    # the rows of the tables, one entry a preset, in the presets' order
+    # The latest microbenchmark of each configuration, in the order of their making.
     measurements: list[Measurements]
-    problems: list[str]
-    rows: list[Run]
+    problems: list[str]    # a message for each file that was left out
+    rows: list[Run]    # all of them, oldest first
 
 
 def read_folder(folder: str | Path) -> FolderContents:
-    """Read every file in `folder`, or one file.
-
-    Raises
-    ------
-    StoreError
-        When there is nothing, or no run in it.
-    """
+    """Read every file in `folder`, or one file; StoreError when there is no run."""
     runs, problems = read_runs(folder)
     latest = {run_identity(run): run for run in runs if not isinstance(run, Run)}
     rows = [run for run in runs if isinstance(run, Run)]
@@ -162,10 +133,7 @@ def read_folder(folder: str | Path) -> FolderContents:
 def read_runs(path: str | Path) -> tuple[list[Measurements], list[str]]:
     """Read the runs in a folder or a file, oldest first, and list the files that are unreadable.
 
-    Raises
-    ------
-    StoreError
-        When there is none.
+    Raises StoreError when there is none.
     """
     if not os.path.lexists(path):
         raise StoreError(f"{path} is no folder of results, and no file")
@@ -201,14 +169,16 @@ def cluster_of(run: Measurements) -> str:
 def results_by_preset(runs: list[Run]) -> list[Results]:
     """Return the rows of the tables, grouped by preset, variant, policy of recomputation, cluster.
 
-    Returns
-    -------
-    list of Results
-        In the presets' order.  Policies of a preset and variant are kept apart only if some row
-        was measured with several.  Emulated clusters are always kept apart, and named only if
-        there are several, or rows without one.
+    They are in the presets' order. Policies of a preset and variant are kept apart only if some
+    row was measured with several. Emulated clusters are always kept apart, and named only if there
+    are several, or rows without one.
     """
-    several = presets_with_several_policies(runs)
+    policies: dict[tuple, set[str]] = {}    # of each row of a preset and variant
+    for run in runs:
+        if not run.configuration["overridden"]:
+            row = run.configuration["preset"], recorded_variant(run.configuration), row_of(run)
+            policies.setdefault(row, set()).add(policy_of(run))
+    several = {row[:2] for row, names in policies.items() if len(names) > 1}
     groups: dict[tuple[str, Variant, str], dict[str, list[Run]]] = {}
     for run in runs:
         kind = run.configuration["preset"], recorded_variant(run.configuration)
@@ -228,17 +198,6 @@ def results_by_preset(runs: list[Run]) -> list[Results]:
     return sorted(found, key=lambda r: (
         order.index(r.preset) if r.preset in order else len(order), r.preset, r.variant.words,
         r.recompute, natural_key(r.cluster)))
-
-
-def presets_with_several_policies(runs: list[Run]) -> set[tuple[str, Variant]]:
-    """Return the presets and variants that have a row measured with several policies."""
-    found: dict[tuple, set[str]] = {}
-    for run in runs:
-        chosen = run.configuration
-        if not chosen["overridden"]:
-            row = chosen["preset"], recorded_variant(chosen), row_of(run)
-            found.setdefault(row, set()).add(policy_of(run))
-    return {(preset, variant) for (preset, variant, _), names in found.items() if len(names) > 1}
 
 
 def policy_of(run: Run) -> str:

@@ -32,10 +32,7 @@ UNSUPPORTED = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
 class Journal:
     """The journal of an existing folder, opened for appending and made if it does not exist.
 
-    Raises
-    ------
-    StoreError
-        When it cannot be opened.
+    Raises StoreError when it cannot be opened.
     """
 
     def __init__(self, folder: str | os.PathLike) -> None:
@@ -154,16 +151,14 @@ def claim_folder(out: str | os.PathLike, comm) -> Path:
     The same StoreError on every rank when the folder cannot be written or is in use.
     """
     folder = Path(out)
-    make_on_rank_0(lambda: _open_and_claim(folder), comm)
+
+    def claim() -> None:
+        check_folder(folder)
+        _open[folder] = Journal(folder)
+        if not _open[folder].held_by_parent():
+            _open[folder].claim()
+    make_on_rank_0(claim, comm)
     return folder
-
-
-def _open_and_claim(folder: Path) -> None:
-    """Open the journal of a folder, and lock it unless the parent of this process has."""
-    check_folder(folder)
-    _open[folder] = Journal(folder)
-    if not _open[folder].held_by_parent():
-        _open[folder].claim()
 
 
 def journal_of(folder: Path) -> Journal:
@@ -179,24 +174,12 @@ def superseded(folder: Path) -> bool:
 
 @dataclass(frozen=True)
 class Reproduction:
-    """A reproduction under way.
+    """A reproduction under way."""
 
-    Attributes
-    ----------
-    order : int
-        The seed of its order of rows, which its files record.
-    begun : str
-        Its beginning, UTC, ISO 8601.
-    settings : dict
-        Settings and environment of its rows: see `bench.verbs.reproduce.row_settings`.
-    rows : tuple of str
-        The names of all rows requested of it, at its beginning or later.
-    """
-
-    order: int
-    begun: str
-    settings: dict[str, Any]
-    rows: tuple[str, ...]
+    order: int    # the seed of its order of rows, which its files record
+    begun: str    # its beginning, UTC, ISO 8601
+    settings: dict[str, Any]    # and environment of its rows: see `reproduce.row_settings`
+    rows: tuple[str, ...]    # the names of all requested of it, at its beginning or later
 
 
 def unfinished_reproduction(entries: list[dict]) -> Reproduction | None:

@@ -19,21 +19,11 @@ FEW_LABELS = 32    # that are stored as they are
 
 @dataclass(frozen=True)
 class Check:
-    """One quantity compared with its reference.
+    """One quantity compared with its reference."""
 
-    Attributes
-    ----------
-    quantity : str
-        Such as "output" or "gradient of layers.0.mlp.up.weight".
-    error : float
-        Relative Frobenius error, or the error as a multiple of its natural scale.
-    tolerance : float
-        The largest error that passes.
-    """
-
-    quantity: str
-    error: float
-    tolerance: float
+    quantity: str    # such as "output" or "gradient of layers.0.mlp.up.weight"
+    error: float    # relative Frobenius error, or the error as a multiple of its natural scale
+    tolerance: float    # the largest error that passes
 
     @property
     def passed(self) -> bool:
@@ -57,71 +47,54 @@ def failed_checks(checks: Sequence[Check]) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Variable:
-    """Numbers over named dimensions.
+    """Numbers over named dimensions."""
 
-    Attributes
-    ----------
-    values : ndarray
-        The numbers; NaN where one is missing.
-    units : str
-        "s", "byte", "s byte-1", "1" for plain numbers, and so on.
-    dims : tuple of str
-        The name of each dimension, one of the scales of its group.
-    """
-
-    values: np.ndarray
-    units: str
-    dims: tuple[str, ...]
+    values: np.ndarray    # NaN where one is missing
+    units: str    # "s", "byte", "s byte-1", "1" for plain numbers, and so on
+    dims: tuple[str, ...]    # the name of each dimension, one of the scales of its group
 
 
 @dataclass(frozen=True)
 class Group:
-    """Variables that share dimensions.
+    """Variables that share dimensions."""
 
-    Attributes
-    ----------
-    scales : dict of str to sequence
-        The labels or numbers along each dimension.
-    """
-
-    scales: dict[str, Sequence]
+    scales: dict[str, Sequence]    # the labels or numbers along each dimension
     variables: dict[str, Variable]
 
 
 @dataclass(frozen=True)
 class Measurements:
-    """The record of one run of any kind.
+    """The record of one run of any kind."""
 
-    Attributes
-    ----------
-    kind : str
-        "model" of a row of the tables, "gemm", "layer" and so on of a microbenchmark: one that
-        `bench.records.kinds` describes, or any other.
-    configuration, environment : dict of str to str, int, float or bool
-        The settings of the run, and the machine and software that it ran on.
-    scales : dict of str to sequence
-        The labels or numbers along each dimension of the samples.
-    checks : list of Check
-        The verification; empty if there is nothing to verify.
-    created : str
-        UTC, ISO 8601.
-    groups : dict of str to Group
-        Numbers with dimensions of their own, by the name of their group in the file.
-    """
-
+    # "model" of a row of the tables, "gemm", "layer" and so on of a microbenchmark: one that
+    # `bench.records.kinds` describes, or any other.
     kind: str
+    # The settings of the run, and the machine and software that it ran on.
     configuration: dict[str, Setting]
     environment: dict[str, Setting]
-    scales: dict[str, Sequence]
+    scales: dict[str, Sequence]    # the labels or numbers along each dimension of the samples
     raw: dict[str, Variable]
-    checks: list[Check]
+    checks: list[Check]    # the verification; empty if there is nothing to verify
+    # UTC, ISO 8601.
     created: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat())
+    # Numbers with dimensions of their own, by the name of their group in the file.
     groups: dict[str, Group] = field(default_factory=dict)
 
     def values(self, name: str, **at: int) -> np.ndarray:
         """Return the numbers of a variable; along the dimensions in `at` only those at a place."""
         found = self.variables[name]
         return found.values[tuple(at.get(dim, slice(None)) for dim in found.dims)]
+
+    def of_group(self, group: str, name: str) -> np.ndarray | None:
+        """Return the numbers of a variable of a further group; None if it was not recorded."""
+        found = self.groups[group].variables.get(name) if group in self.groups else None
+        return found and found.values
+
+    def most(self, group: str, name: str) -> float:
+        """Return the greatest of these numbers, which may be the only one; NaN if there is none.
+        """
+        found = self.of_group(group, name)
+        return math.nan if found is None else float(found.max())
 
     @functools.cached_property
     def derived(self) -> dict[str, Variable]:
@@ -138,16 +111,10 @@ class Measurements:
 
 @dataclass(frozen=True)
 class Place:
-    """A place along some dimensions of a record: a row of one of its tables.
-
-    Attributes
-    ----------
-    at : dict of str to int
-        The index along each of these dimensions.
-    """
+    """A place along some dimensions of a record: a row of one of its tables."""
 
     record: Measurements
-    at: dict[str, int]
+    at: dict[str, int]    # the index along each of these dimensions
 
     def __call__(self, name: str) -> np.ndarray:
         """Return the numbers of a variable here, along its further dimensions."""
@@ -177,7 +144,29 @@ def fill_measurements(file: h5py.File, run: Measurements) -> None:
             name: Variable(np.array([getattr(check, name) for check in run.checks], np.float64),
                            "1", ("quantity",)) for name in ("error", "tolerance")})
     for name, group in (own | run.groups).items():
-        fill_group(file, name, group)
+        _fill_group(file.create_group(name), group)
+
+
+def _fill_group(file: h5py.Group, found: Group) -> None:
+    """Write scales, and variables with a checksum, their units and their scales.
+
+    Many labels are compressed, which HDF5 does with texts of one length alone.
+    """
+    for dim, values in found.scales.items():
+        labels, stored = list(values), {}
+        if len(labels) > FEW_LABELS and all(isinstance(one, str) for one in labels):
+            encoded = np.char.encode(labels, "utf-8")
+            labels = encoded.astype(h5py.string_dtype("utf-8", encoded.dtype.itemsize))
+            stored = dict(chunks=labels.shape, compression="gzip")
+        file.create_dataset(dim, data=labels, **stored).make_scale(dim)
+    for name, variable in found.variables.items():
+        numbers = np.asarray(variable.values)
+        stored = (dict(chunks=numbers.shape, fletcher32=True, compression="gzip")
+                  if numbers.size and numbers.ndim else {})
+        made = file.create_dataset(name, data=numbers, **stored)
+        made.attrs["units"] = variable.units
+        for index, dim in enumerate(variable.dims):
+            made.dims[index].attach_scale(file[dim])
 
 
 def parse_measurements(file: h5py.Group, kind: str,
@@ -187,13 +176,22 @@ def parse_measurements(file: h5py.Group, kind: str,
     KeyError, ValueError, TypeError or AttributeError when something is missing, or is not what its
     kind has.
     """
-    found = parse_group(file, schema.main_group(kind), kind)
+    found = _parse_group(file, schema.main_group(kind), kind)
     settings, environment = (
-        read_settings(file, group, schema.required(kind, name))
+        _read_settings(file, group, schema.required(kind, name))
         for group, name in (("configuration", "settings"), ("environment", "environment")))
-    run = record(kind, settings, environment, found.scales, found.variables,
-                 parse_checks(file) if "verification" in file else [], parse_created(file),
-                 {name: parse_group(file, name, f"{kind}.{name}")
+    checks = []
+    if "verification" in file:
+        own = _parse_group(file, "verification", "verification")
+        checks = [Check(str(quantity), float(error), float(tolerance))
+                  for quantity, error, tolerance in zip(
+                      own.scales["quantity"], own.variables["error"].values,
+                      own.variables["tolerance"].values, strict=True)]
+    created = read_attribute(file, "created", "")
+    if datetime.fromisoformat(created).tzinfo is None:
+        raise ValueError(f"created {created} states no time zone")
+    run = record(kind, settings, environment, found.scales, found.variables, checks, created,
+                 {name: _parse_group(file, name, f"{kind}.{name}")
                   for name in schema.further_groups(kind, file)})
     if schema.of_kind(kind).get("verified") and not run.checks:
         raise ValueError("verification is empty")
@@ -205,28 +203,20 @@ def parse_measurements(file: h5py.Group, kind: str,
     return run
 
 
-def fill_group(file: h5py.File, name: str, found: Group) -> None:
-    """Write a group of variables with their scales."""
-    group = file.create_group(name)
-    for dim, labels in found.scales.items():
-        write_scale(group, dim, list(labels))
-    for variable, kept in found.variables.items():
-        write_dataset(group, variable, np.asarray(kept.values), kept.units, kept.dims)
-
-
-def parse_group(file: h5py.Group, name: str, kind: str) -> Group:
-    """Read a group that `fill_group` has written; `kind` is the name of its schema.
-
-    KeyError, ValueError, TypeError or AttributeError when it is not one.
-    """
+def _parse_group(file: h5py.Group, name: str, kind: str) -> Group:
+    """Read a group that `_fill_group` has written; `kind` is the name of its schema."""
     scales: dict[str, Sequence] = {}
     variables: dict[str, Variable] = {}
     for key in file[name]:
         if key in schema.derived(kind):    # in an earlier file
             continue
-        found = read_dataset(file, f"{name}/{key}")
+        found = file[f"{name}/{key}"]
+        if not isinstance(found, h5py.Dataset) or found.shape is None:
+            raise ValueError(f"{name}/{key} is no array")
+        if found.size * found.dtype.itemsize > MOST_BYTES:
+            raise ValueError(f"{name}/{key} has {found.size} elements, more than any run")
         if found.is_scale:
-            scales[key] = read_labels(found)
+            scales[key] = _read_labels(found)
         else:
             if not all(found.dims):
                 raise ValueError(f"{name}/{key} has a dimension without a scale")
@@ -239,25 +229,7 @@ def parse_group(file: h5py.Group, name: str, kind: str) -> Group:
     return Group(scales, variables)
 
 
-def parse_checks(file: h5py.File) -> list[Check]:
-    """Read the verification in `file`."""
-    found = parse_group(file, "verification", "verification")
-    errors, tolerances = (found.variables[name].values for name in ("error", "tolerance"))
-    return [Check(str(quantity), float(error), float(tolerance)) for quantity, error, tolerance
-            in zip(found.scales["quantity"], errors, tolerances, strict=True)]
-
-
-def read_dataset(file: h5py.Group, name: str) -> h5py.Dataset:
-    """Return a dataset of `file`, whose numbers fit into memory; ValueError if it is none."""
-    found = file[name]
-    if not isinstance(found, h5py.Dataset) or found.shape is None:
-        raise ValueError(f"{name} is no array")
-    if found.size * found.dtype.itemsize > MOST_BYTES:
-        raise ValueError(f"{name} has {found.size} elements, more than any run")
-    return found
-
-
-def read_labels(scale: h5py.Dataset) -> list:
+def _read_labels(scale: h5py.Dataset) -> list:
     """Read the labels or numbers of a dimension scale; ValueError if it has something else."""
     values = scale[...]
     if values.ndim == 1 and values.dtype.kind in "iufSO":
@@ -269,7 +241,7 @@ def read_labels(scale: h5py.Dataset) -> list:
 
 
 def read_attribute(item: h5py.HLObject, name: str, default: Any) -> Any:
-    """Read an attribute of the type of `default`; `default` if it is missing.
+    """Read an attribute of the type of `default`, which stands for one that is missing.
 
     Raises ValueError when it is of another type, or a list.
     """
@@ -281,44 +253,8 @@ def read_attribute(item: h5py.HLObject, name: str, default: Any) -> Any:
     return value
 
 
-def parse_created(file: h5py.Group) -> str:
-    """Read when a run was made; ValueError when the file does not say it in ISO 8601."""
-    created = read_attribute(file, "created", "")
-    if datetime.fromisoformat(created).tzinfo is None:
-        raise ValueError(f"created {created} states no time zone")
-    return created
-
-
-def write_scale(group: h5py.Group, name: str, values) -> None:
-    """Write a dimension scale: the labels or numbers along the dimension `name`.
-
-    Many labels are compressed, which HDF5 does with texts of one length alone.
-    """
-    stored: dict[str, Any] = {}
-    if len(values) > FEW_LABELS and all(isinstance(one, str) for one in values):
-        encoded = np.char.encode(values, "utf-8")
-        values = encoded.astype(h5py.string_dtype("utf-8", encoded.dtype.itemsize))
-        stored = dict(chunks=values.shape, compression="gzip")
-    group.create_dataset(name, data=values, **stored).make_scale(name)
-
-
-def write_dataset(group: h5py.Group, name: str, values: np.ndarray, units: str,
-                  dims: tuple[str, ...]) -> None:
-    """Write a dataset with a checksum, its units, and `group`'s scales as its dimensions."""
-    stored = (dict(chunks=values.shape, fletcher32=True, compression="gzip")
-              if values.size and values.ndim else {})
-    found = group.create_dataset(name, data=values, **stored)
-    found.attrs["units"] = units
-    for index, dim in enumerate(dims):
-        found.dims[index].attach_scale(group[dim])
-
-
-def read_settings(file: h5py.File, group: str,
-                  required: Sequence[str] = ()) -> dict[str, Setting]:
-    """Read the attributes of a group as plain Python values.
-
-    KeyError or ValueError when a required one is missing, or one is not what its name says.
-    """
+def _read_settings(file: h5py.File, group: str, required: Sequence[str]) -> dict[str, Setting]:
+    """Read the attributes of a group as plain Python values, and check them."""
     # In earlier files "ended_by" of a row is an attribute of its samples.
     places = [*["samples"] * (group == "configuration" and "samples" in file), group]
     found = {name: value.item() if isinstance(value, np.generic) else value

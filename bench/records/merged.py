@@ -3,9 +3,8 @@
 import io
 import os
 from datetime import datetime, timezone
-from functools import partial
 from pathlib import Path
-from typing import Callable, Iterator
+from typing import Iterator
 
 import h5py
 import numpy as np
@@ -19,30 +18,25 @@ FORMAT = "mm3d runs"
 
 
 def runs_in_file(path: str | os.PathLike) -> tuple[list[Measurements], list[str]]:
-    """Read the run in a file, or all runs of a merged one.
-
-    Returns
-    -------
-    list of Measurements, list of str
-        The runs, and a message for each that could not be read: the others are there.
-    """
-    runs: list[Measurements] = []
-    return runs, take_runs(path, lambda run, group, place: runs.append(run))
-
-
-def take_runs(path: str | os.PathLike, take: Callable[..., None]) -> list[str]:
-    """Give each run, its group and its name away; return messages of those that cannot be read."""
+    """Return the runs in a file of one or several, and a message for each that cannot be read."""
     problems: list[str] = []
+    return [run for run, _, _ in _readable(path, problems)], problems
+
+
+def _readable(path: str | os.PathLike, problems: list[str]) -> Iterator[
+        tuple[Measurements, h5py.Group, str]]:
+    """Iterate over the runs of a file, each with its group and name; note why others are none."""
     try:
         with open_file(path) as file:
             for place, group in run_groups(file, path):
                 try:
-                    take(parse_run(group, place), group, place)
+                    found = parse_run(group, place)
                 except StoreError as error:
                     problems.append(str(error))
+                else:
+                    yield found, group, place
     except StoreError as error:
         problems.append(str(error))
-    return problems
 
 
 def is_merged(file: h5py.File) -> bool:
@@ -56,10 +50,7 @@ def run_groups(file: h5py.File,
 
     If something else is there instead of a run's group, the group is None: `parse_run` refuses it.
 
-    Raises
-    ------
-    StoreError
-        When it is a merged file without runs.
+    Raises StoreError when it is a merged file without runs.
     """
     if not is_merged(file):
         yield str(path), file
@@ -83,45 +74,37 @@ def _group(parent: h5py.Group, name: str) -> h5py.Group | None:
 def merge_files(paths: list[Path], target: Path, anew: bool = False) -> tuple[int, list[str]]:
     """Write the runs of some files into one file.
 
-    Parameters
-    ----------
-    paths : list of Path
-        Files of one run, or merged ones; a run found twice is written once.
-    target : Path
-        The new file, which appears when it is complete and on the disk.
-    anew : bool
-        Whether an existing file may be replaced.
+    The files have one run, or are merged ones; a run found twice is written once.  The new file
+    appears when it is complete and on the disk, and only `anew` in the place of another.
 
-    Returns
-    -------
-    int, list of str
-        The number of runs, and a message for each run or file that was left out, as it cannot be
-        read.
+    Returns the number of runs, and a message for each run or file that was left out, as it cannot
+    be read.
 
-    Raises
-    ------
-    StoreError
-        When there are no runs, or `target` is named otherwise than files that are read, or exists
-        already and is not to be made `anew`, or cannot be written; no file is changed then.
+    Raises StoreError when there are no runs, or `target` is named otherwise than files that are
+    read, or exists already and is not to be made `anew`, or cannot be written; no file is changed
+    then.
     """
     if target.suffix != SUFFIX:
         raise StoreError(f"{target} would not be read with its folder, as its name does not end "
                          f"in {SUFFIX}: {target.name}{SUFFIX} would do")
     image, written, problems = io.BytesIO(), {}, []
-
-    def add(path: Path, run: Measurements, group: h5py.Group, place: str) -> None:
-        stem = group.name.rpartition("/")[2] or path.stem
-        while written.get(stem, run.created) != run.created:
-            stem += "-other"
-        if stem not in written:
-            copy_run(group, made, f"runs/{stem}", place)
-            written[stem] = run.created
-
     with h5py.File(image, "w", libver="v110") as made:
         made.attrs.update({"format": FORMAT, "schema_version": SCHEMA,
                            "created": datetime.now(timezone.utc).isoformat()})
         for path in paths:
-            problems += take_runs(path, partial(add, path))
+            for run, group, place in _readable(path, problems):
+                stem = group.name.rpartition("/")[2] or path.stem
+                while written.get(stem, run.created) != run.created:
+                    stem += "-other"
+                if stem in written:
+                    continue
+                try:
+                    _copy_group(group, made.create_group(f"runs/{stem}"))
+                except (*DAMAGE, *UNLIKE) as error:    # in what readers need not look at
+                    del made[f"runs/{stem}"]
+                    problems.append(f"{place} is damaged: {error}")
+                else:
+                    written[stem] = run.created
         if not written:
             raise StoreError("\n".join([f"there are no runs to merge into {target}: name files "
                                         f"that have some", *problems]))
@@ -138,22 +121,7 @@ def merge_files(paths: list[Path], target: Path, anew: bool = False) -> tuple[in
     return len(written), problems
 
 
-def copy_run(source: h5py.Group, made: h5py.File, name: str, place: str) -> None:
-    """Copy a run as the new group `name`, or nothing of it.
-
-    Raises
-    ------
-    StoreError
-        When something in it, which its readers need not look at, cannot be read.
-    """
-    try:
-        copy_group(source, made.create_group(name))
-    except (*DAMAGE, *UNLIKE) as error:
-        del made[name]
-        raise StoreError(f"{place} is damaged: {error}") from error
-
-
-def copy_group(source: h5py.Group, target: h5py.Group) -> None:
+def _copy_group(source: h5py.Group, target: h5py.Group) -> None:
     """Copy the contents of a group, with dimension scales and their attachments.
 
     HDF5's own copying loses the attachments, which are references.
@@ -162,7 +130,7 @@ def copy_group(source: h5py.Group, target: h5py.Group) -> None:
     datasets = {}
     for name, item in source.items():
         if isinstance(item, h5py.Group):
-            copy_group(item, target.create_group(name))
+            _copy_group(item, target.create_group(name))
         else:
             datasets[name] = item
     for name, item in datasets.items():

@@ -1,19 +1,18 @@
-"""The record of a row of the tables: names for what its groups hold, and seconds of a step."""
+"""Make records; of a row of the tables name what its groups hold, and compute its seconds."""
 
 from statistics import median
-from typing import Mapping
+from typing import Any, Mapping, Sequence
 
 import numpy as np
 
-from bench.records.measurements import (Check, Group, Measurements, Setting, Variable,
-                                        grid_shape)
+from bench.records import schema
+from bench.records.measurements import Check, Group, Measurements, Setting, Variable, grid_shape
 from mm3d.grid.axis import COLLECTIVES
 from mm3d.grid.shape import GridShape
 from mm3d.tracing.events import PHASES
 
 AXES = ("x", "y", "z")    # the directions that every record has
-COUNT_UNITS = {"calls": "1", "messages": "1", "words": "1", "bytes": "byte"}
-TRAFFIC_DIMS = ("phase", "rank", "axis", "collective")
+COUNTS = ("calls", "messages", "words", "bytes")
 
 
 def directions_of(shape: GridShape) -> tuple[str, ...]:
@@ -45,13 +44,13 @@ class Run(Measurements):
 
     @property
     def traffic(self) -> dict[str, np.ndarray]:
-        """Counts of one step, (phases, ranks, directions, collectives), for each of `COUNT_UNITS`.
+        """Counts of one step, (phases, ranks, directions, collectives), for each of `COUNTS`.
 
         Along the dimensions in the orders of `PHASES`, `directions` and `COLLECTIVES`.  Also
         "moved", float64, the words that the transport moved (`mm3d.grid.axis.Traffic`), which
         earlier files lack.
         """
-        return {name: self._by_collective(name) for name in (*COUNT_UNITS, "moved")
+        return {name: self._by_collective(name) for name in (*COUNTS, "moved")
                 if name in self.groups["traffic"].variables}
 
     @property
@@ -103,6 +102,21 @@ class Run(Measurements):
         return {phase: values / self.dilation for phase, values in self.samples.items()}
 
     @property
+    def batch(self) -> int:
+        """The number of sequences of a step."""
+        return int(self.configuration["batch"])
+
+    @property
+    def steps(self) -> np.ndarray:
+        """Seconds of every repetition, forward and backward, of `times`."""
+        return sum(slowest(self.times[phase]) for phase in PHASES)
+
+    @property
+    def average(self) -> float:
+        """(forward + backward) / batch of medians, the paper's equation 6, in seconds."""
+        return sum(typical(self.times[phase]) for phase in PHASES) / self.batch
+
+    @property
     def grid(self) -> GridShape:
         """The grid that the configuration states."""
         return grid_shape(self.configuration)
@@ -112,41 +126,7 @@ def _numbers(group: Group) -> dict[str, float]:
     return {name: float(variable.values) for name, variable in group.variables.items()}
 
 
-def scalars(by_units: Mapping[str, Mapping[str, float]]) -> Group:
-    """Make the group of some numbers without dimensions, by their units and names."""
-    return Group({}, {name: Variable(np.array(number), units, ())
-                      for units, numbers in by_units.items() for name, number in numbers.items()})
-
-
-def row_run(configuration: dict[str, Setting], environment: dict[str, Setting],
-            samples: Mapping[str, np.ndarray], late: Mapping[str, np.ndarray],
-            checks: list[Check], groups: dict[str, Group], **created: str) -> Run:
-    """Make the record of a row; `samples` and `late` as `Run` returns them."""
-    repetitions, ranks = samples["forward"].shape
-    times = dict(samples) | {f"{phase}_late": values for phase, values in late.items()}
-    return Run("model", configuration, environment,
-               {"repetition": range(repetitions), "rank": range(ranks)},
-               {name: Variable(values.astype(np.float64), "s", ("repetition", "rank"))
-                for name, values in times.items()}, checks, groups=groups, **created)
-
-
-def traffic_group(counts: Mapping[str, np.ndarray], expected_words: np.ndarray,
-                  directions: tuple[str, ...]) -> Group:
-    """Make the group of the traffic of one step.
-
-    Parameters
-    ----------
-    counts, expected_words
-        See `Run.traffic` and `Run.expected_words`; integers except "moved".
-    """
-    units = {**COUNT_UNITS, "moved": "1"}
-    ranks = counts["words"].shape[1]
-    return Group({"phase": PHASES, "rank": range(ranks), "axis": directions,
-                  "collective": COLLECTIVES},
-                 {name: Variable(values.astype(float if name == "moved" else np.int64),
-                                 units[name], TRAFFIC_DIMS) for name, values in counts.items()}
-                 | {"expected_words": Variable(expected_words.astype(np.int64), "1",
-                                               ("phase", "axis", "collective"))})
+CLASSES = {"model": Run}    # of records, by kind; those of all others are `Measurements`
 
 
 def slowest(samples: np.ndarray) -> np.ndarray:
@@ -159,11 +139,54 @@ def typical(samples: np.ndarray) -> float:
     return median(slowest(samples).tolist())
 
 
-def step_times(samples: dict[str, np.ndarray], batch: int) -> np.ndarray:
-    """Return seconds a sequence of every repetition: (forward + backward) / batch."""
-    return (slowest(samples["forward"]) + slowest(samples["backward"])) / batch
+Numbers = Mapping[str, Mapping[str, Any]]    # by units such as "s", and by name
 
 
-def average_step_time(samples: dict[str, np.ndarray], batch: int) -> float:
-    """Return (forward + backward) / batch of medians, the paper's equation 6, in seconds."""
-    return (typical(samples["forward"]) + typical(samples["backward"])) / batch
+def make_group(kind: str, numbers: Numbers, /, **scales: Sequence) -> Group:
+    """Make a group of variables, of a kind or KIND.GROUP, from numbers by units.
+
+    Labels of dimensions that are not in `scales` are the only ones of so many that the schema has,
+    or they are counted from 0.
+    """
+    dims, labels, variables = schema.dimensions(kind), schema.labels(kind), {}
+    whole = schema.of_kind(kind).get("whole", "").split()
+    for units, named in numbers.items():
+        for name, values in named.items():
+            variables[name] = Variable(np.asarray(values, np.int64 if name in whole else None),
+                                       units, tuple(dims[name].split()))
+            for dim, count in zip(variables[name].dims, np.shape(values)):
+                known = [some for some in labels.get(dim, ()) if len(some) == count]
+                scales.setdefault(dim, known[0] if len(known) == 1 else range(count))
+    return Group(scales, variables)
+
+
+def make_record(kind: str, configuration: dict[str, Setting], environment: dict[str, Setting],
+                numbers: Numbers, checks: list[Check], /, **scales: Sequence) -> Measurements:
+    """Make the record of a run; numbers and scales are as of `make_group`."""
+    found = make_group(kind, numbers, **scales)
+    return CLASSES.get(kind, Measurements)(
+        kind, configuration, environment, found.scales, found.variables, checks)
+
+
+def add_numbers(record: Measurements, numbers: Numbers, /, **scales: Sequence) -> Measurements:
+    """Add further variables to a record, as of `make_group`, and return it."""
+    found = make_group(record.kind, numbers, **{**record.scales, **scales})
+    record.scales.update(found.scales)
+    record.raw.update(found.variables)
+    return record
+
+
+def traffic_group(counts: Mapping[str, np.ndarray], expected_words: np.ndarray,
+                  directions: Sequence[str]) -> Group:
+    """Make the group of the traffic of one step, as `Run.traffic` and `Run.expected_words`."""
+    plain = {name: values for name, values in counts.items() if name != "bytes"}
+    return make_group("model.traffic", {
+        "byte": {"bytes": counts["bytes"]}, "1": {**plain, "expected_words": expected_words}},
+        axis=directions, collective=COLLECTIVES)
+
+
+def transport_names(grid: Any) -> str:
+    """Return the names of all transports of the grid's collectives; "none" on one rank."""
+    names = {getattr(axis.transport, "name", "mpi") for axis in grid.axes.values()
+             if axis.size > 1}
+    return " ".join(sorted(names)) or "none"

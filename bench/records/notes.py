@@ -104,13 +104,9 @@ def equal_rate_notes(record: Measurements, sides: Mapping[str, tuple[float, floa
                      busy: float = 1.0, library: str = "PyTorch") -> list[str]:
     """Compare both sides at equal product rates, in a note; none for files without the rates.
 
-    Parameters
-    ----------
-    sides : mapping of str to (float, float)
-        Seconds of a step of each side of the library, and the ratio of its to mm3d's, as the
-        table has it; NaN where not measured.
-    busy : float
-        The share of the time in which the library's processes compute.
+    `sides` has seconds of a step of each side of the library, and the ratio of its to mm3d's, as
+    the table has it, NaN where not measured; `busy` is the share of the time in which the
+    library's processes compute.
     """
     found = {name: variable.values for name, variable in record.raw.items()}
     if "product_samples" not in found:

@@ -19,7 +19,7 @@ from bench.errors import StoreError, Unreadable
 from bench.records import atomic
 from bench.records.measurements import (Measurements, fill_measurements, parse_measurements,
                                         read_attribute)
-from bench.records.model_run import Run
+from bench.records.model_run import CLASSES
 from mm3d.console import complain
 
 FORMAT = "mm3d run"
@@ -35,21 +35,11 @@ MAX_SAME_NAMES = 999    # files of one name, numbered, in a folder
 def write_run(run: Measurements, folder: str | os.PathLike, name: str) -> Path:
     """Write `run` into `folder` as a file of its own.
 
-    Parameters
-    ----------
-    name : str
-        The beginning of the file's name; the time and ``.h5`` are added, and a number if another
-        run has that name already.
+    To `name` the time and ``.h5`` are added, and a number if another run has that name already.
 
-    Returns
-    -------
-    Path
-        The file, complete and on the disk.
+    Returns the file, complete and on the disk.
 
-    Raises
-    ------
-    StoreError
-        When it cannot be written; nothing is left behind then.
+    Raises StoreError when it cannot be written; nothing is left behind then.
     """
     image = io.BytesIO()
     with h5py.File(image, "w", libver="v110") as file:
@@ -78,12 +68,8 @@ def _publish(data: memoryview, folder: Path, stem: str) -> Path:
 def read_run(path: str | os.PathLike) -> Measurements:
     """Read the run in the file `path`: a `Run` of a row of the tables.
 
-    Raises
-    ------
-    Unreadable
-        When the file is there but cannot be read.
-    StoreError
-        When the file is truncated, damaged, of another kind, or of another schema.
+    Raises Unreadable when the file is there but cannot be read; StoreError when the file is
+    truncated, damaged, of another kind, or of another schema.
     """
     with open_file(path) as file:
         return parse_run(file, path)
@@ -92,10 +78,7 @@ def read_run(path: str | os.PathLike) -> Measurements:
 def list_files(folder: str | os.PathLike, prefix: str = "") -> list[Path]:
     """List the files of results in a folder, by name, that begin with `prefix`.
 
-    Raises
-    ------
-    Unreadable
-        When the folder cannot be listed; one that does not exist has none.
+    Raises Unreadable when the folder cannot be listed; one that does not exist has none.
     """
     try:
         return sorted(Path(folder, name) for name in os.listdir(folder)
@@ -109,10 +92,7 @@ def list_files(folder: str | os.PathLike, prefix: str = "") -> list[Path]:
 def files_among(sources: Iterable[str]) -> list[Path]:
     """List the files of results among `sources`, and those in the folders among them.
 
-    Raises
-    ------
-    StoreError
-        When a folder holds none, or a source does not exist.
+    Raises StoreError when a folder holds none, or a source does not exist.
     """
     files: list[Path] = []
     for source in map(Path, sources):
@@ -137,10 +117,7 @@ def report_left_out(problems: Iterable[object]) -> int:
 def open_file(path: str | os.PathLike) -> Iterator[h5py.File]:
     """Open a file of results, as it is now: later writers do not change what is read.
 
-    Raises
-    ------
-    Unreadable, StoreError
-        As in `read_run`; errors of the caller's block pass unchanged.
+    Raises Unreadable, StoreError as in `read_run`; errors of the caller's block pass unchanged.
     """
     image = io.BytesIO(_read_bytes(path))
     try:
@@ -181,27 +158,20 @@ def _read_bytes(path: str | os.PathLike) -> bytes:
 def parse_run(file: h5py.Group | None, path: str | os.PathLike) -> Measurements:
     """Read the run in an open file, or in a group of one (if any); messages name it `path`.
 
-    Raises
-    ------
-    StoreError
-        When it is not a run, of another schema, or incomplete.
+    Raises StoreError when it is not a run, of another schema, or incomplete.
     """
     try:
         if file is None:
             raise StoreError(f"{path} is damaged: it is no group")
-        _check_format(file, path)
+        if read_attribute(file, "format", "") != FORMAT:
+            raise StoreError(f"{path} is an HDF5 file, but not an mm3d run")
+        version = read_attribute(file, "schema_version", 0)
+        if version != SCHEMA:
+            raise StoreError(f"{path} has schema version {version}; this mm3d reads version "
+                             f"{SCHEMA}" + ": update mm3d to read it" * (version > SCHEMA))
         kind = read_attribute(file, "kind", "model")
-        return parse_measurements(file, kind, Run if kind == "model" else Measurements)
+        return parse_measurements(file, kind, CLASSES.get(kind, Measurements))
     except DAMAGE as error:
         raise StoreError(f"{path} is truncated, damaged, or no HDF5 file: {error}") from error
     except UNLIKE as error:
         raise StoreError(f"{path} is damaged or not a complete run: {error}") from error
-
-
-def _check_format(file: h5py.Group, path: str | os.PathLike) -> None:
-    if read_attribute(file, "format", "") != FORMAT:
-        raise StoreError(f"{path} is an HDF5 file, but not an mm3d run")
-    schema = read_attribute(file, "schema_version", 0)
-    if schema != SCHEMA:
-        raise StoreError(f"{path} has schema version {schema}; this mm3d reads version {SCHEMA}"
-                         + ": update mm3d to read it" * (schema > SCHEMA))

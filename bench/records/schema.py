@@ -78,11 +78,7 @@ def _setting_kinds() -> dict[str, str]:
 
 
 def check_settings(group: str, settings: Mapping[str, Any], required: Sequence[str]) -> None:
-    """Check the settings of a group.
-
-    Raises ValueError when a required one is missing, or one is of another kind or range than its
-    name's.
-    """
+    """Check the settings of a group; ValueError names one that is missing, or not of its kind."""
     for name in required:
         if name not in settings:
             raise ValueError(f"{group}/{name} is missing")
@@ -132,10 +128,7 @@ def derived(kind: str) -> dict[str, str]:
 
 
 def check_needs(kind: str, found: Mapping[str, Any]) -> None:
-    """Check that a record also has what its variables and settings, all in `found`, require.
-
-    Raises ValueError when something is missing.
-    """
+    """Check that a record has what its variables and settings, all in `found`, require."""
     for name, needed in {**load_schema()["common"]["needs"],
                          **of_kind(kind).get("needs", {})}.items():
         value = found.get(name)
@@ -147,11 +140,7 @@ def check_needs(kind: str, found: Mapping[str, Any]) -> None:
 
 
 def check_group(kind: str, scales: Mapping[str, Sequence], variables: Mapping[str, Any]) -> None:
-    """Check dimensions, labels and numbers of a group of this kind; of any if it is unknown.
-
-    Raises ValueError when a variable is missing, has other dimensions than its name's or not the
-    lengths of its scales, or numbers that cannot be.
-    """
+    """Check dimensions, labels and numbers of a group; ValueError names what is wrong."""
     known, common = of_kind(kind), load_schema()["common"]
     for name in known.get("variables", {}):
         if name not in variables:
@@ -175,7 +164,12 @@ def check_group(kind: str, scales: Mapping[str, Sequence], variables: Mapping[st
                              f"{shape}")
         if 0 in (shape[n] for n, dim in enumerate(variable.dims) if dim not in may_be_empty):
             raise ValueError(f"{name} is empty")
-        check_numbers(name, variable.values, name in signed)
+        if np.asarray(variable.values).dtype.kind not in "biuf":
+            raise ValueError(f"{name} holds no numbers, but {np.asarray(variable.values).dtype}")
+        if name not in signed and (variable.values < 0).any():
+            raise ValueError(f"{name} has numbers below 0")
+        if not INFINITE.fullmatch(name) and np.isinf(variable.values).any():
+            raise ValueError(f"{name} has infinite numbers")
         if name in positive:
             # A bound's last number is its confidence, 0 where there are too few repetitions.
             numbers = variable.values[..., :-1] if variable.dims[-1:] == ("bound",) else (
@@ -188,20 +182,6 @@ def check_group(kind: str, scales: Mapping[str, Sequence], variables: Mapping[st
             raise ValueError(f"{name} holds {variable.values.dtype}, and no whole numbers")
         if name in known.get("spent", "").split() and not (variable.values.sum(axis=-1) > 0).all():
             raise ValueError(f"{name} has some whose parts take no time")
-
-
-def check_numbers(name: str, values: np.ndarray, signed: bool) -> None:
-    """Check that no number is infinite, or below 0 unless `signed`; NaN stands for none.
-
-    Raises ValueError when one is, or `values` are no real numbers.
-    """
-    if np.asarray(values).dtype.kind not in "biuf":
-        raise ValueError(f"{name} holds no numbers, but {np.asarray(values).dtype}")
-    last = name.rpartition("/")[2]
-    if not signed and (values < 0).any():
-        raise ValueError(f"{name} has numbers below 0")
-    if not INFINITE.fullmatch(last) and np.isinf(values).any():
-        raise ValueError(f"{name} has infinite numbers")
 
 
 def describe_files() -> str:

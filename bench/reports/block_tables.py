@@ -72,8 +72,7 @@ def _beside(counted: TrafficWords, closed_form: Iterable[Move] | None) -> list[D
 
 
 def _span(words: Sequence[int]) -> str | int:
-    """Return the words of a rank; of ranks that differ those of each, or the least and the most.
-    """
+    """Return the words of a rank; of ranks that differ each one's, or the least and the most."""
     counts = sorted(Counter(words).items())
     if len(counts) == 1:
         return words[0]

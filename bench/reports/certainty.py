@@ -1,17 +1,23 @@
-"""Report how certain the figures of runs are: confidence intervals, tests, which run it was."""
+"""Report how certain figures of runs are: intervals, tests, and speed-ups over several runs."""
 
+import dataclasses
+import math
+from dataclasses import dataclass
 from typing import Callable, Sequence
 
 import numpy as np
+from msgspec.structs import replace
 
-from bench.cases.paper import Row, title
+from bench.cases.paper import BASELINES, PROPOSED, Row, title
+from bench.cases.selection import select_rows
 from bench.cases.variants import recorded_variant
-from bench.document import Column, Number, Table, make_table, number_cell, spread
+from bench.document import Cell, Column, Number, Rows, Table, make_table, number_cell, spread
 from bench.records import model_run
-from bench.records.folder import is_crowded, policy_of, row_of
+from bench.records.folder import EFFORT, SAME, Results, is_crowded, policy_of, row_of
 from bench.records.model_run import Run
 from bench.records.notes import counted
-from bench.statistics import CONFIDENCE, Interval, median_interval, rank_sum_p
+from bench.statistics import (CONFIDENCE, Interval, geometric_mean_interval, median_interval,
+                              rank_sum_p)
 from mm3d.tracing.events import PHASES
 
 SIGNIFICANT = 0.05
@@ -21,10 +27,7 @@ END_REASONS = {"width": "the intervals are narrow enough",
 
 
 def certainty_table(heading: str, found: Sequence[tuple[Row, Run]]) -> Table:
-    """Make the table of confidence intervals of forward and backward of each measured row.
-
-    It also states the limit that ended the repetitions, and how the model was verified.
-    """
+    """Make the table of intervals of each measured row, with what ended and verified it."""
     def bounds(phase: str) -> Callable[[tuple[Row, Run]], list[Number]]:
         return lambda one: interval_cells(median_interval(model_run.slowest(
             one[1].times[phase])))
@@ -77,8 +80,7 @@ def compare_repetitions(slow: Run, fast: Run) -> str:
     """
     if any(map(is_crowded, (slow, fast))):
         return "not tested"
-    p = rank_sum_p(*(model_run.step_times(run.times, run.configuration["batch"])
-                   for run in (slow, fast)))
+    p = rank_sum_p(*(run.steps / run.batch for run in (slow, fast)))
     return f"{'yes' if p < SIGNIFICANT else 'no'}, p = {p:.2g}"
 
 
@@ -112,3 +114,122 @@ def certainty_notes(runs: Sequence[Run]) -> list[str]:
     text.append(f"Order: one number of ranks after another, at random, and the rows of each "
                 f"at random, seed {', '.join(map(str, orders))}.")
     return text
+
+
+MIN_RUNS = 3    # least pairs of runs for a confidence interval
+SEVERAL_RUNS = (
+    "Speed-ups of several runs of both rows (repeat the command with the same --out) are "
+    "geometric means of the quotients of their runs, the latest with the latest, and so on back, "
+    "as far as settings, commit, machine and libraries are those of the latest. From three runs "
+    "on low and high are the bounds of the 95 % interval of that mean, by Student's t on the "
+    "logarithms of the quotients; of two runs they are the two quotients.")
+
+
+@dataclass(frozen=True)
+class SpeedUp:
+    """The quotient of the times of two rows over several runs of both."""
+
+    # The geometric mean of the quotients of the pairs of runs, and its bounds.
+    ratio: float
+    low: float
+    high: float
+    runs: int
+
+
+def speed_up(slow: Sequence[float], fast: Sequence[float]) -> SpeedUp:
+    """Compute how many times as fast one row is as another, over pairs of runs.
+
+    Both sides are seconds of runs, oldest first.  The latest of both are a pair, the runs before
+    them another, and so on: changes from hour to hour affect both of a pair alike.
+
+    From `MIN_RUNS` pairs on it has the 95 % interval by Student's t, where the logarithms of the
+    quotients are normal and independent; of fewer the least and the greatest one.
+
+    Raises ValueError when a side has no run.
+    """
+    count = min(len(slow), len(fast))
+    if not count:
+        raise ValueError("a speed-up takes a run of both rows")
+    ratios = np.asarray(slow[-count:], float) / np.asarray(fast[-count:], float)
+    mean = float(ratios.prod() ** (1 / count))
+    if count < MIN_RUNS:
+        return SpeedUp(mean, float(ratios.min()), float(ratios.max()), count)
+    return SpeedUp(mean, *geometric_mean_interval(ratios), count)
+
+
+def repeated_runs(results: Results, row: Row) -> list[Run]:
+    """List the runs of a row with all but the effort of its latest, which comes last."""
+    runs = results.history.get((row.key, row.like), [])
+    return [run for run in runs if _identity(run) == _identity(runs[-1])]
+
+
+def _identity(run: Run) -> tuple:
+    settings = {name: value for name, value in run.configuration.items()
+                if name not in EFFORT and name != "command" and not name.startswith("clock_")}
+    return (sorted((name, str(value)) for name, value in settings.items()),
+            [str(run.environment.get(name)) for name in SAME])
+
+
+def speed_up_table(heading: str, name: str, results: Results) -> Table:
+    """Make the table of speed-ups at equal ranks, published and measured; see `speed_up_line`."""
+    rows = {(row.scheme, row.gpus): row for row in select_rows(name)}
+    lines: Rows = []
+    for cube in (row for row in rows.values() if row.scheme == PROPOSED):
+        for other in BASELINES:
+            if row := rows.get((other, cube.gpus)):
+                lines.append(speed_up_line(f"over {title(other)}", row, cube, results))
+                equal = ((replace(row, like=PROPOSED), cube), (row, replace(cube, like=other)))
+                lines += [speed_up_line(f"over {title(other)}, equal batches", *pair, results)
+                          for pair in equal if any(one.like and results.get(one) for one in pair)]
+    batches = [Column("batch", "other"), Column("batch", "3-D")]
+    published = [*batches, Column("printed"), Column("recomputed")]
+    measured = [*batches, Column("tokens", "other"), Column("tokens", "3-D"), Column("speed-up"),
+                Column("low"), Column("high"), Column("runs"), Column("differs")]
+    return Table(f"{heading}: speed-up of 3-D", [Column("speed-up"), Column("ranks"), *(
+        dataclasses.replace(column, group=group) for group, columns in (
+            ("published", published), ("measured", measured)) for column in columns)], lines)
+
+
+def speed_up_line(name: str, other: Row, cube: Row, results: Results) -> list[Cell]:
+    """Make the line of a pair of rows; rows with another's batch have no published figures."""
+    cells: list[Cell] = [name, cube.gpus]
+    if other.like or cube.like:
+        cells += [""] * 4
+    else:
+        cells += [other.batch, cube.batch, _ratio(other.average, cube.average),
+                  _ratio(other.recomputed, cube.recomputed)]
+    runs = [results.get(row) for row in (other, cube)]
+    if None in runs:
+        return [*cells, *[""] * 4, number_cell(math.nan, missing="missing"), *[""] * 4]
+    batches = [run.batch for run in runs]
+    tokens = [run.batch * run.configuration["seq"] for run in runs]
+    found = speed_up(*([run.average for run in repeated_runs(results, row)]
+                       for row in (other, cube)))
+    bounds = [_cell(found.low), _cell(found.high)] if found.runs > 1 else ["", ""]
+    return [*cells, *batches, *tokens, _cell(found.ratio), *bounds, found.runs,
+            compare_repetitions(*runs)]
+
+
+def speed_up_notes(results: Results) -> list[str]:
+    """Explain speed-ups over several runs, and between different batches."""
+    cubes = select_rows(schemes=PROPOSED)
+    several = any(len(repeated_runs(results, cube)) > 1 for cube in cubes)
+    said = [SEVERAL_RUNS] * several
+    unequal = any(results.get(cube) and results.get(row)
+                  and results.get(cube).batch != results.get(row).batch
+                  for cube in cubes for row in select_rows(cube.table)
+                  if row.gpus == cube.gpus)
+    if not unequal:
+        return said
+    text = ("Speed-ups are ratios of seconds a sequence. Where the batches of both sides differ, "
+            "what a larger batch gains is in them, in the published ones as well.")
+    more = "" if results.equal else " --equal-tokens measures both at equal batches."
+    return [*said, text + more]
+
+
+def _ratio(slow: float, fast: float) -> Number:
+    return _cell(slow / fast)
+
+
+def _cell(ratio: float) -> Number:
+    return Number(ratio, f"{ratio:.2f}x")

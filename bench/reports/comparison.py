@@ -1,21 +1,25 @@
-"""Compare two sides of runs, case by case.
+"""Compare two sides of runs, case by case: a row of the tables, or a point of a microbenchmark.
 
-The unit is a run, whose repetitions share its placement, its neighbours and its minutes.  With
-fewer than three runs a side only medians are shown; from three on differences are tested.
+The unit is a run, whose repetitions share its placement, its neighbours and its minutes: it counts
+with their median.  With fewer than three runs a side only medians are shown; from three on
+differences are tested.
 """
 
+import textwrap
+from collections import Counter
 from dataclasses import dataclass, replace
-from typing import Callable, Sequence
+from pathlib import Path
+from typing import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
 from bench.cases.variants import recorded_variant
 from bench.document import Column, Notes, Part, Table, make_table, spread
-from bench.errors import UsageError
-from bench.records.folder import EFFORT, SAME, is_crowded
-from bench.reports.certainty import SIGNIFICANT
-from bench.reports.comparison_sides import (Cases, abbreviate, common_cases, name_cases,
-                                            read_cases, shorten_names)
+from bench.errors import StoreError, UsageError
+from bench.records.folder import EFFORT, SAME, is_crowded, natural_key, read_runs
+from bench.records.measurements import Measurements, Setting
+from bench.records.model_run import Run
+from bench.reports.certainty import SIGNIFICANT, run_name
 from bench.statistics import Difference, compare_runs
 
 MIN_RUNS = 3    # runs of each side that a verdict needs
@@ -24,23 +28,34 @@ IGNORED_SETTINGS = {"command", "clock_resolution_s", "clock_offset_error_s", "gi
     EFFORT - {"seed"})
 # Settings that the runs of one side should have in common.
 SIDE_SETTINGS = (*SAME, "transport")
+# Settings of a run's work, the same in all runs of a case. Differences in others become notes.
+WORK_SETTINGS = ("layers", "hidden", "heads", "batch", "seq", "mlp_factor", "causal", "dtype",
+                 "tf32", "grid", "grid_axes", "waited_machine", "waited_scale", "waited_shrink")
+# Settings of a microbenchmark that say how it was measured, and name no case.
+MEASURING_SETTINGS = EFFORT | {"transport", "one_process_threads", "one_process_cores"}
+MAX_NAMES, MAX_LETTERS = 3, 120    # in lines that list cases
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A run in a case, with its seconds: the median of its repetitions, of the slowest rank."""
+
+    median: float
+    run: Measurements
+
+
+Cases = dict[str, list[Timed]]    # the runs of each case, in the order of their creation
+ByTransport = dict[tuple[str, str], list[Timed]]
 
 
 @dataclass(frozen=True)
 class CaseVerdict:
-    """The comparison of one case.
-
-    Attributes
-    ----------
-    medians : tuple of float
-        Seconds of A and of B: the median of the runs' medians.
-    difference : Difference or None
-        B over A, with p after Holm's correction; None if there are too few runs.
-    """
+    """The comparison of one case."""
 
     name: str
-    medians: tuple[float, float]
+    medians: tuple[float, float]    # seconds of A and of B: the median of the runs' medians
     runs: tuple[int, int]
+    # B over A, with p after Holm's correction; None if there are too few runs.
     difference: Difference | None = None
 
     @property
@@ -62,18 +77,11 @@ def compare_sides(first: Sequence[str], second: Sequence[str],
                   limit: float | None = None) -> tuple[list[Part], list[str], list[str]]:
     """Compare two sides of runs.
 
-    Parameters
-    ----------
-    first, second : sequence of str
-        The files and folders of A and of B.
-    limit : float, optional
-        Per cent by which a case may be slower; then B must have each case of A.
+    Each is given by its files and folders.  A case of B may be slower by `limit` per cent; then B
+    must have each case of A.
 
-    Returns
-    -------
-    list, list of str, list of str
-        The table of verdicts, and notes; a line for each case in which B is slower by more than
-        the limit, or that B lacks; and a message for each file that was left out.
+    Returns the table of verdicts, and notes; a line for each case in which B is slower by more
+    than the limit, or that B lacks; and a message for each file that was left out.
 
     Raises UsageError when the two sides cannot be compared, or a limit is given with too few runs;
     StoreError when a file or folder cannot be read.
@@ -194,3 +202,116 @@ def differing_settings(first: Cases, second: Cases, common: list[str]) -> list[s
         "." if count == len(common) else f" ({count} of {len(common)} cases).")
         for (word, a, b), count in found.items()] or [
         "Settings and environment are the same in both."]
+
+
+def read_cases(paths: Sequence[str | Path]) -> tuple[ByTransport, list[str]]:
+    """Read the runs of each case by name and transport, and list unreadable files.
+
+    Raises StoreError when a file or folder holds none.
+    """
+    found: ByTransport = {}
+    problems: list[str] = []
+    seen = set()
+    for path in paths:
+        runs, unread = read_runs(path)
+        problems += unread
+        for run in runs:
+            transport = str(run.configuration.get("transport", "not recorded"))
+            # Of a row of the tables the times are those of whole steps.
+            for name, timed in benchmark_points(run) if not isinstance(run, Run) else [
+                    (run_name(run), Timed(float(np.median(run.steps)), run))]:
+                key = name, transport, run.created
+                if key not in seen:    # a run named twice is one run
+                    found.setdefault((name, transport), []).append(timed)
+                seen.add(key)
+    if not found:
+        raise StoreError(f"{' '.join(map(str, paths))} holds nothing that was timed repeatedly")
+    return found, problems
+
+
+def name_cases(*sides: ByTransport) -> list[Cases]:
+    """Name the cases of each side, with the transport if a case on a side has several."""
+    several = {name for found in sides
+               for name, count in Counter(name for name, _ in found).items() if count > 1}
+    return [{f"{name}, transport {transport}" if name in several else name: timed
+             for (name, transport), timed in found.items()} for found in sides]
+
+
+def benchmark_points(record: Measurements) -> Iterator[tuple[str, Timed]]:
+    """Return the cases of a microbenchmark of any kind: the points of its samples."""
+    what = _in_words(_settings(record))
+    for variable in record.variables.values():
+        if variable.units != "s" or "repetition" not in variable.dims:
+            continue
+        values, dims = np.asarray(variable.values, np.float64), list(variable.dims)
+        if "edge" in dims:    # when each rank began and ended, from the first one's start
+            values = values.take(-1, dims.index("edge"))
+            dims.remove("edge")
+        if "rank" in dims:
+            values = np.fmax.reduce(values, axis=dims.index("rank"))
+            dims.remove("rank")
+        values = np.moveaxis(values, dims.index("repetition"), -1)
+        dims.remove("repetition")
+        for place in np.ndindex(values.shape[:-1]):
+            where = " ".join(f"{dim} {record.scales[dim][k]}" for dim, k in zip(dims, place))
+            samples = values[place][np.isfinite(values[place])]
+            if samples.size and (median := float(np.median(samples))) > 0:    # else no divisor
+                yield f"{record.kind} {where}" + f", {what}" * bool(what), Timed(median, record)
+
+
+def _settings(record: Measurements) -> dict[str, Setting]:
+    """Return the settings of a microbenchmark that name its cases, sorted."""
+    return {name: value for name, value in sorted(record.configuration.items())
+            if name not in MEASURING_SETTINGS}
+
+
+def _in_words(settings: Mapping[str, Setting]) -> str:
+    return " ".join(f"{name} {value}" for name, value in settings.items())
+
+
+def shorten_names(cases: Cases) -> tuple[dict[str, str], str]:
+    """Name the cases of microbenchmarks without the settings that all of these have in common.
+
+    Returns the short name of each case, and the settings in common; "" for none.
+    """
+    found = {name: _settings(timed[0].run) for name, timed in cases.items()
+             if not isinstance(timed[0].run, Run)}
+    common = dict(set.intersection(*(set(one.items()) for one in found.values()))) if found else {}
+    short = {name: name for name in cases}
+    for name, settings in found.items():
+        left = _in_words({key: value for key, value in settings.items() if key not in common})
+        short[name] = name.replace(f", {_in_words(settings)}", f", {left}" * bool(left))
+    return short, _in_words(dict(sorted(common.items())))
+
+
+def common_cases(names: tuple[str, str], first: Cases, second: Cases) -> list[str]:
+    """Return the cases that both sides have.
+
+    Raises UsageError when there are none, or a case is not the same in all of its runs.
+    """
+    common = sorted(first.keys() & second.keys(), key=natural_key)
+    if not common:
+        short, _ = shorten_names({**first, **second})
+        raise UsageError("nothing in common: " + "; ".join(
+            f"{name} has {abbreviate([short[one] for one in found])}"
+            for name, found in zip(names, (first, second))))
+    differ = []
+    for name in common:
+        chosen = [timed.run.configuration for timed in first[name] + second[name]
+                  if isinstance(timed.run, Run)]
+        for word in WORK_SETTINGS:
+            values = list(dict.fromkeys(one[word] for one in chosen if word in one))
+            if len(values) > 1:
+                differ.append(f"{name}: {word} {' and '.join(map(str, values))}")
+    if differ:
+        raise UsageError(f"different work under the same name cannot be compared: "
+                         f"{abbreviate(differ, '; ')}")
+    return common
+
+
+def abbreviate(names: list[str], between: str = ", ") -> str:
+    """Join the first few of `names`, of long ones the beginning, and the number of the others."""
+    more = len(names) - MAX_NAMES
+    return between.join(textwrap.shorten(name, MAX_LETTERS, placeholder=" ...")
+                        for name in names[:MAX_NAMES]) + (
+        f"{between}and {more} more" if more > 0 else "")

@@ -1,18 +1,27 @@
-"""Make tables of the work of one rank in a step, counted by a dry run."""
+"""Make tables of dry runs: the work of a rank in a step, and predicted pipelines."""
 
 from collections import Counter, defaultdict
+from typing import Sequence
 
+from bench.cases.paper import HEADINGS, TITLES
 from bench.cases.variants import itemsize
-from bench.document import Column, Notes, Number, Table, number_cell
+from bench.document import Column, Notes, Number, Part, Table, number_cell
 from bench.prediction import machine_model
 from bench.prediction.kernels import priced
 from bench.prediction.memory_fit import state_by_kind
+from bench.prediction.pipelines.pipeline_model import PipelineModel
+from bench.prediction.pipelines.pipeline_seconds import PredictedPipeline
+from bench.prediction.pipelines.training_step import SHARES, TrainingStep
+from bench.prediction.published.paper_fit import Outcome
+from bench.prediction.published.paper_pipelines import RowPipeline
 from bench.prediction.seconds import TERMS, trace_terms
+from mm3d.grid.axis import Traffic
 from mm3d.model.experts.options import ExpertOptions
 from mm3d.model.experts.token_order import capacity_of
 from mm3d.model.stack import Stack
 from mm3d.tracing.events import Boundary, Call, Collective, Gemm, MemoryPass, Overlapped
 from mm3d.tracing.trace import Trace
+from mm3d.training.schedules import Schedule
 
 COUNTED = "words, bytes and messages are counted by the bucket algorithm; nothing travels"
 NOT_HIDDEN = "products hide no collective; "    # in the title of seconds of a step with overlap
@@ -22,13 +31,15 @@ def dry_tables(trace: Trace, useful: dict[str, int], machine: machine_model.Mach
                stack: Stack | None = None) -> list[Table]:
     """Make the tables of a dry run, with predicted seconds where a machine is given.
 
-    Parameters
-    ----------
-    useful : dict of str to int
-        Flops of all ranks by phase, without recomputation (`mm3d.model.cost.flops`).
+    `useful`: flops of all ranks by phase, without recomputation (`mm3d.model.cost.flops`).
     """
+    bytes_of = {"parameters and gradients": trace.parameters,
+                "kept from forward to backward": trace.saved,
+                "peak of the model's arrays": trace.pool_peak,
+                "peak with intermediate arrays": trace.peak}
     found = [phase_table(trace, useful), collective_table(trace), part_table(trace),
-             memory_table(trace)]
+             Table("Memory of this rank", [Column("arrays"), Column("bytes")],
+                   [[name, _count(count)] for name, count in bytes_of.items()])]
     return [*found, predicted_table(priced(trace, machine, stack), machine)] if machine else found
 
 
@@ -52,10 +63,7 @@ def phase_table(trace: Trace, useful: dict[str, int]) -> Table:
 
 
 def collective_table(trace: Trace) -> Table:
-    """Make the table of collectives by phase, direction and kind.
-
-    With overlap a column tells how many of the calls are in flight during products.
-    """
+    """Make the table of collectives, with those in flight during products if there are any."""
     groups = {e.direction: (e.size, e.stride) for e in trace.count(Collective)}
     in_flight = {phase: _begun(trace, phase) for phase in trace.phases}
     overlap = any(in_flight.values())
@@ -99,32 +107,14 @@ def part_table(trace: Trace) -> Table:
         [[*key, *map(_count, row)] for key, row in found.items()])
 
 
-def memory_table(trace: Trace) -> Table:
-    """Make the table of this rank's bytes."""
-    rows = {"parameters and gradients": trace.parameters,
-            "kept from forward to backward": trace.saved,
-            "peak of the model's arrays": trace.pool_peak,
-            "peak with intermediate arrays": trace.peak}
-    return Table("Memory of this rank", [Column("arrays"), Column("bytes")],
-                 [[name, _count(count)] for name, count in rows.items()])
-
-
 def state_table(stored: int, data: int, dtype: str, divided: int = 0,
                 groups: int = 1) -> Table:
     """Make the table of a rank's bytes of state in each stage of ZeRO, with AdamW.
 
-    Parameters
-    ----------
-    stored : int
-        Bytes of this rank's parameters and gradients, without replicas and masters.
-    dtype : str
-        Type of values.  Types of 16 bits have masters in float32, and moments are of the master's
-        type.
-    divided : int
-        The part of `stored` for experts that replicas divide in every stage.
-    groups : int
-        Number of groups of replicas that together hold all of these experts; ZeRO divides them
-        further among the groups.
+    `stored` are the bytes of this rank's parameters and gradients, without replicas and masters,
+    and `divided` its part for experts that replicas divide in every stage: ZeRO divides it further
+    among the groups of replicas that together hold all experts.  Types of 16 bits have masters in
+    float32, and moments are of the master's type.
     """
     narrow, rows = itemsize(dtype) == 2, []
     for zero, name in enumerate(("0: replicas", "1: optimizer", "2: and gradients",
@@ -205,3 +195,127 @@ def plan_notes(experts: ExpertOptions) -> Notes:
         "best are from dry runs, in which neither is so. Words are exact where nothing is "
         "dropped, else a bound; in 2.5d they lack sums over the layers. No lower bound is given "
         "for products in which rows have weights of their own."])
+
+
+def rank_parts(model: PipelineModel, replica: int, stage: int, place: int) -> list[Part]:
+    """Make the tables of a rank's work in a step, run dry: at a place of a replica's stage."""
+    whole = model.whole_step(place, stage, replica)
+    trained = model.whole_step(place, stage, replica, optimizer=True)
+    moved = whole.total_traffic()
+    schedule = model.schedule
+    parts = [model.parts[one] for one in schedule.stages[stage]]
+    rows = [["layers of this stage", sum(map(len, parts))],
+            ["actions in a step", len(schedule.rows[stage])],
+            ["blocks sent to other stages", moved.get(("s", "send"), Traffic()).calls],
+            ["bytes at the peak, without an optimizer", number_cell(whole.peak, ",.0f")],
+            ["bytes at the peak, in training by AdamW", number_cell(trained.peak, ",.0f")]]
+    return [Table(f"Stage {stage} of {schedule.ranks} in a step of {schedule.microbatches} "
+                  f"micro-batches", [Column("quantity"), Column("of a rank")], rows),
+            Table("Words of this rank in such a step: s between stages, d among replicas that "
+                  "divide a copy of the model, r across the copies"
+                  + ", c among those with the same sequences" * (model.context > 1),
+                  [Column("direction"), Column("collective", align="<"), Column("words")],
+                  [[direction, kind, Number(one.words, f"{one.words:,}")]
+                   for (direction, kind), one in sorted(moved.items()) if one.words])]
+
+
+def seconds_cells(model: PipelineModel, found: PredictedPipeline) -> list:
+    """Return the cells of `seconds_columns`."""
+    timeline, stages = found.timeline, model.schedule.ranks
+    times = timeline.times
+    share = [1e3 * float(sum(every)) / stages for every in (
+        times.forward, times.backward, times.weights)]
+    return [number_cell(value, ".4g") for value in (
+        float(found.seconds), float(found.without_hops), *share, 1e6 * found.inside,
+        1e6 * found.between, *[1e3 * float(max(found.sums))] * (model.replicas > 1),
+        100 * float(timeline.bubble_rate))]
+
+
+def seconds_columns(data: int) -> list[Column]:
+    """Return the columns of `seconds_cells` for `data` replicas."""
+    names = ("step s", "without hops", "F ms", "B ms", "W ms", "hop us", "hop us",
+             *["sums ms"] * (data > 1), "bubble %")
+    groups = {5: "in a node", 6: "between nodes"}
+    return [Column(name, group=groups.get(place, ""), align=".")
+            for place, name in enumerate(names)]
+
+
+def seconds_parts(name: str, model: PipelineModel, found: PredictedPipeline,
+                  machine: machine_model.Machine) -> list[Part]:
+    """Make the table of the predicted seconds of a step."""
+    return [Table(f"Predicted seconds of the pipeline (a model): {machine.described}",
+                  [Column("schedule"), Column("micro-batches"), *seconds_columns(model.replicas)],
+                  [[name, model.schedule.microbatches, *seconds_cells(model, found)]]),
+            seconds_notes(model.replicas)]
+
+
+def training_table(step: TrainingStep) -> Table:
+    """Make the table of the predicted seconds of a step of training, and of its shares."""
+    return Table("A step of training by AdamW: seconds of the stage that works the longest", [
+        Column("step s", align="."), *(Column(name, align=".") for name in SHARES)],
+        [[number_cell(step.seconds, ".6g"),
+          *(number_cell(step.shares[name], ".4g") for name in SHARES)]])
+
+
+def seconds_notes(data: int) -> Notes:
+    """Explain the columns of seconds for `data` replicas."""
+    return Notes("About this prediction:", [
+        "F, B and W: of the layers of a rank for one micro-batch, a mean over the stages; W is "
+        "part of B where the schedule takes both at once. Hop: of a block of each rank to the "
+        "rank of its number in another stage, the slowest; ranks of a node share its link.",
+        *["Sums: of gradients over replicas after the last action of a stage, and the gather of "
+          "what an optimizer has changed, the slowest stage's; the step ends with the last of "
+          "them, the bubble is without. Other traffic of ZeRO 2 and 3 is in F, B and W."
+          ] * (data > 1),
+        "The step and the bubble are the schedule's exact times for these seconds, each hop with "
+        "the link that it takes."])
+
+
+def row_parts(name: str, schedule: Schedule, outcome: Outcome, found: Sequence[RowPipeline],
+              missing: Sequence[str]) -> list[Part]:
+    """Make the tables of the paper's rows as pipelines; name the rows that cannot be pipelines."""
+    stages, parts = schedule.ranks, []
+    several = found[0].model.replicas if found else 1
+    of = f"{several} replicas of " * (several > 1)
+    zero = f", ZeRO {found[0].model.zero}" * (several > 1) if found else ""
+    columns = [Column("scheme"), Column("GPUs"), Column("grid of", "a stage", align="<"),
+               *(Column(*head, group="average step s", align=".") for head in (
+                   ("without", "stages"), ("with", "them"))),
+               *seconds_columns(several), Column("GiB", align=".")]
+    for table in dict.fromkeys(one.row.table for one in found):
+        rows = [[TITLES[one.row.scheme], one.row.gpus, one.model.grid_name,
+                 number_cell(one.one_stage, ".3f"), number_cell(one.average, ".3f"),
+                 *seconds_cells(one.model, one.found), number_cell(one.peak / 2 ** 30, ".1f")]
+                for one in found if one.row.table == table]
+        parts.append(Table(f"{HEADINGS[table]}, {name} of {of}{stages} stages and "
+                           f"{schedule.microbatches} micro-batches{zero} (a model): "
+                           f"{outcome.machine.described}", columns, rows))
+    again = ", ".join(TITLES[scheme] for scheme, on in outcome.fit.recompute.items() if on)
+    about = Notes("About these rows:", [
+        f"{outcome.fit.layers} layers and the achieved fractions of the fit to the paper's "
+        f"tables, which have no pipelines: nothing published stands beside this. Backward "
+        f"repeats the forward in {again or 'no scheme'}.",
+        "Without stages: the same ranks on one grid. GiB: the peak of a rank of the stage that "
+        "needs the most, by a dry run.",
+        *(f"Left out: {why}." for why in missing)])
+    return [*parts, *[seconds_notes(several)] * bool(found), about]
+
+
+def plan_parts(model_found: Sequence[tuple[PipelineModel, PredictedPipeline, float, bool]],
+               screened: int) -> list[Part]:
+    """Make the table of plans: model, prediction, peak bytes of a rank, and whether it fits."""
+    rows = [[model.scheme, model.grid_name, *seconds_cells(model, found),
+             number_cell(peak / 2 ** 30, ".2f"), "yes" if fits else "NO"]
+            for model, found, peak, fits in model_found]
+    first = model_found[0][0]
+    schedule, data = first.schedule, first.replicas
+    of, zero = (f"{data} replicas of ", f", ZeRO {first.zero}") if data > 1 else ("", "")
+    return [Table(f"Schemes and grids of a stage by predicted step time, {of}{schedule.ranks} "
+                  f"stages, {schedule.microbatches} micro-batches{zero}", [
+                      Column("scheme"), Column("grid", align="<"), *seconds_columns(data),
+                      Column("GiB", align="."), Column("fits", align="<")], rows),
+            Notes("Remarks", [
+                f"{screened} plans of a stage screened by closed forms, {len(rows)} of them "
+                f"run dry; memory is that of the stage with the most, with the masters and "
+                f"moments of AdamW"]),
+            seconds_notes(data)]

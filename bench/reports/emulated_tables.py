@@ -1,27 +1,23 @@
 """Make the tables of an emulated cluster: published, predicted before the run, and emulated."""
 
 import math
-from typing import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Iterable, Iterator, Sequence
 
 import numpy as np
 
 from bench.cases.paper import BASELINES, HEADINGS, PROPOSED, Row, load_tables, title
-from bench.document import (Cell, Column, Notes, Number, Part, Table, make_table, number_cell,
-                            spread)
+from bench.document import Column, Notes, Number, Part, Table, make_table, spread
 from bench.records.folder import Results
-from bench.reports import speed_ups
-from bench.reports.emulated import waited_rows
-from bench.reports.emulated_rows import Emulated, of_run
+from bench.reports import certainty
+from bench.reports.emulated import Emulated, of_run, waited_rows
 
 
 STAR = "*"    # of software that takes more than its allowed share of a step
 
 
 def emulated_parts(results: Results) -> list[Part]:
-    """Make the tables of the rows of a preset that were measured on an emulated cluster.
-
-    There are none if ranks computed, or had no links between them.
-    """
+    """Make the tables of the rows of a preset that were measured on an emulated cluster."""
     parts: list[Part] = []
     for found in group_rows(emulated_rows(results)):
         parts += tables_of(found, measured=True)
@@ -31,7 +27,7 @@ def emulated_parts(results: Results) -> list[Part]:
 
 def emulated_rows(results: Results) -> list[Emulated]:
     """Describe each of `waited_rows`, with the runs that repeat it."""
-    return [of_run(row, run, speed_ups.repeated_runs(results, row))
+    return [of_run(row, run, certainty.repeated_runs(results, row))
             for row, run in waited_rows(results)]
 
 
@@ -99,60 +95,90 @@ def _batch_of(row: Row) -> str:
     return f", batch of {title(row.like)}" * bool(row.like)
 
 
+RATIO = "#.3g"    # the form of speed-ups
+
+
+@dataclass(frozen=True)
+class ComparedRows:
+    """Two rows whose ratio is a speed-up of 3-D."""
+
+    slow: Emulated
+    fast: Emulated
+    like: str    # the scheme whose batch both have; "" where each has its own
+    published: float    # the paper's speed-up; NaN if it has none
+    found: certainty.SpeedUp | None    # the emulated one; None without measurements
+
+    @property
+    def over(self) -> str:
+        """The title of the slower scheme."""
+        return title(self.slow.row.scheme)
+
+    @property
+    def predicted(self) -> float:
+        """The speed-up that was predicted here."""
+        return self.slow.predicted_average / self.fast.predicted_average
+
+    @property
+    def quotable(self) -> bool:
+        """Whether software takes at most its allowed share of both rows' steps."""
+        return self.slow.quotable and self.fast.quotable
+
+
 def speed_ups_table(heading: str, found: Sequence[Emulated], measured: bool) -> Table:
     """Make the table of speed-ups of 3-D over the other schemes."""
-    lines = [speed_up_cells(*pair, measured) for pair in compared(found)]
-    columns = [Column("speed-up of 3-D"), Column("ranks"), Column("published"),
-               Column("machine's", "model"), Column("predicted", "here")]
+    columns = [
+        Column("speed-up of 3-D", of=lambda one: (
+            f"over {one.over}" + f", batch of {title(one.like)}" * bool(one.like))),
+        Column("ranks", of=lambda one: one.slow.row.gpus),
+        Column("published", of=lambda one: one.published, form=RATIO),
+        Column("machine's", "model", form=RATIO,
+               of=lambda one: one.slow.original_average / one.fast.original_average),
+        Column("predicted", "here", of=lambda one: one.predicted, form=RATIO)]
     if measured:
-        columns += [Column("emulated"), Column("low"), Column("high"), Column("runs"),
-                    Column("error of", "prediction")]
-    return Table(f"{heading}: speed-ups", columns, lines)
+        columns += [
+            Column("emulated", of=lambda one: Number(
+                one.found.ratio, f"{one.found.ratio:{RATIO}}{STAR * (not one.quotable)}")),
+            Column("low", of=lambda one: one.found.low, form=RATIO),
+            Column("high", of=lambda one: one.found.high, form=RATIO),
+            Column("runs", of=lambda one: one.found.runs),
+            Column("error of", "prediction", form="+.0%",
+                   of=lambda one: one.predicted / one.found.ratio - 1)]
+    return make_table(f"{heading}: speed-ups", columns, compared(found))
 
 
-def compared(found: Sequence[Emulated]) -> Iterable[tuple[str, Emulated, Emulated]]:
-    """Return the pairs of rows whose ratio is a speed-up of 3-D, the slower first, with names."""
+def compared(found: Sequence[Emulated]) -> Iterator[ComparedRows]:
+    """List the pairs of rows whose ratio is a speed-up of 3-D."""
     known = {(one.row.key, one.row.like): one for one in found}
     for cube in (one for one in found if one.row.scheme == PROPOSED and not one.row.like):
         for other in BASELINES:
             key = cube.row.table, other, cube.row.gpus
-            for like, cube_like, words in (("", "", ""), (PROPOSED, "", ", batch of 3-D"),
-                                           ("", other, f", batch of {title(other)}")):
+            for like, cube_like in (("", ""), (PROPOSED, ""), ("", other)):
                 slow, fast = known.get((key, like)), known.get((cube.row.key, cube_like))
                 if slow and fast:
-                    yield f"over {title(other)}{words}", slow, fast
+                    alike = like or cube_like
+                    published = (math.nan if alike else
+                                 slow.row.recomputed / fast.row.recomputed)
+                    yield ComparedRows(slow, fast, alike, published, _speed_up(slow, fast))
+
+
+def _speed_up(slow: Emulated, fast: Emulated) -> certainty.SpeedUp | None:
+    """Compute a speed-up; of one run with the quotients of both rows' bounds."""
+    if not (slow.averages and fast.averages):
+        return None
+    found = certainty.speed_up(slow.averages, fast.averages)
+    if found.runs > 1:
+        return found
+    low, high = (slow.interval[k] / fast.interval[1 - k] for k in range(2))
+    return replace(found, low=low, high=high)
 
 
 def marked_shares(found: Sequence[Emulated]) -> list[str]:
     """Name the rows of ratios with a `STAR`, each with the share that software took of a step."""
-    rows = {(one.row.key, one.row.like): one for _, *pair in compared(found) for one in pair
-            if not one.quotable}
+    rows = {(one.row.key, one.row.like): one for pair in compared(found)
+            for one in (pair.slow, pair.fast) if not one.quotable}
     return [(f"{software_text(one)} of" if one.software > 0 else "an unknown share of")
             + f" {title(one.row.scheme)} on {one.row.gpus} ranks, {one.row.table}"
             + _batch_of(one.row) for one in rows.values()]
-
-
-def speed_up_cells(name: str, slow: Emulated, fast: Emulated, measured: bool) -> list[Cell]:
-    """Make the cells of the speed-up of a pair of rows."""
-    alike = bool(slow.row.like or fast.row.like)
-    published = math.nan if alike else slow.row.recomputed / fast.row.recomputed
-    predicted = slow.predicted_average / fast.predicted_average
-    cells: list[Cell] = [name, slow.row.gpus, _ratio(published),
-                         _ratio(slow.original_average / fast.original_average),
-                         _ratio(predicted)]
-    if not measured:
-        return cells
-    over = speed_ups.speed_up(slow.averages, fast.averages)
-    low, high = over.low, over.high
-    if over.runs == 1:
-        low, high = (slow.interval[k] / fast.interval[1 - k] for k in range(2))
-    mark = STAR * (not (slow.quotable and fast.quotable))
-    return [*cells, Number(over.ratio, f"{over.ratio:#.3g}{mark}"), _ratio(low), _ratio(high),
-            over.runs, number_cell(predicted / over.ratio - 1, "+.0%")]
-
-
-def _ratio(value: float) -> Number:
-    return number_cell(value, "#.3g")
 
 
 def similarity_notes(found: Sequence[Emulated]) -> list[str]:

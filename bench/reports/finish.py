@@ -1,23 +1,28 @@
 """Write the tables, the figures and the page of a folder of results, and print a summary."""
 
+import re
 import traceback
+from collections import Counter
 from pathlib import Path
 from typing import Callable
+from urllib.parse import quote
 
 from bench.cases.paper import BASELINES, HEADINGS, PROPOSED, Row
 from bench.document import Notes, Part, Table
 from bench.records import atomic
-from bench.records.folder import (FolderContents, Results, most_oversubscribed, read_folder,
-                                  share_cores)
+from bench.records.folder import (FolderContents, Results, most_oversubscribed, natural_key,
+                                  read_folder, share_cores)
+from bench.records.measurements import Measurements
 from bench.records.model_run import Run
 from bench.records.run_file import report_left_out
-from bench.reports import emulated_tables, formats, micro_tables, paper_tables, speed_ups
-from bench.reports.emulated import describe_clusters
-from bench.reports.emulated_rows import Emulated
-from bench.reports.figures.every_figure import draw_figures
-from bench.reports.figures.style import report_drawn
-from bench.reports.page import write_page
+from bench.reports import certainty, emulated_tables, formats, merit, micro_tables, paper_tables
+from bench.reports.emulated import Emulated, describe_clusters
+from bench.reports.figures.every_figure import draw_figures, make_drawings
+from bench.reports.figures.style import Drawing, NoFigure, draw_each, draw_image, report_drawn
 from mm3d.console import complain, say
+
+UNCHANGED = " !$()*+,-./:;<=>?@[]^_{|}"    # within a data URL, in an attribute of HTML
+WARNING = re.compile(r"[A-Z][A-Z ]+(\([^)]*\))?:")    # begins such a note, perhaps with a reason
 
 
 def write_tables_and_figures(out: Path, figures: bool = True,
@@ -60,11 +65,7 @@ def draw_and_describe(found: FolderContents) -> list[str]:
 
 
 def summary_parts(found: FolderContents) -> list[Part]:
-    """Make the printed summary of a folder: the rows of its latest preset and variant.
-
-    It has the paper's tables, published beside measured, the speed-ups of 3-D, and five lines on
-    what these figures show.
-    """
+    """Make the printed summary of a folder: the rows of its latest preset and variant."""
     parts: list[Part] = []
     shown = [results for results in found.results if results.shown_runs()]
     if not shown:
@@ -75,7 +76,12 @@ def summary_parts(found: FolderContents) -> list[Part]:
         parts += [paper_tables.paper_table(paper_tables.heading(results, name), rows,
                                            [results.get(row) for row in rows])
                   for name in HEADINGS if (rows := shown_rows(results, name))]
-        parts += [*ratio_parts(results, groups), Notes(
+        tables = [emulated_tables.speed_ups_table(*one, True) for group in groups
+                  for one in emulated_tables.by_heading(group)]
+        if not groups:
+            tables = [certainty.speed_up_table(HEADINGS[name], name, results) for name in HEADINGS
+                      if is_compared(results, name)]
+        parts += [*(table for table in tables if table.rows), Notes(
             "What these figures show, and what not:", state_limits(results, groups))]
     return parts
 
@@ -84,16 +90,6 @@ def shown_rows(results: Results, table: str) -> list[Row]:
     """Return the rows of one of the paper's tables; none if none was measured."""
     rows = results.rows(table)
     return rows if any(map(results.get, rows)) else []
-
-
-def ratio_parts(results: Results, groups: list[list[Emulated]]) -> list[Table]:
-    """Make the tables of the speed-ups of 3-D; with predictions where a cluster was emulated."""
-    tables = [emulated_tables.speed_ups_table(*one, True) for group in groups
-              for one in emulated_tables.by_heading(group)]
-    if not groups:
-        tables = [speed_ups.speed_up_table(HEADINGS[name], name, results) for name in HEADINGS
-                  if is_compared(results, name)]
-    return [table for table in tables if table.rows]
 
 
 def is_compared(results: Results, table: str) -> bool:
@@ -154,3 +150,64 @@ def state_computed(preset: str, runs: list[Run]) -> list[str]:
 def bare_clusters(runs: list[Run]) -> str:
     """Return the different emulated clusters of runs, such as "4 nodes x 2 ranks, 1 Gbit/s"."""
     return describe_clusters(runs).replace("emulated cluster, ", "")
+
+
+def write_page(found: FolderContents,
+               out: str | Path | None = None) -> tuple[Path, list[NoFigure]]:
+    """Write the page; return its path, and why figures are not drawn.
+
+    By default it is ``report.html`` in the folder of the results.
+
+    Raises OSError when the page cannot be written.
+    """
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+    environment = Environment(loader=PackageLoader("bench.reports"), autoescape=True,
+                              trim_blocks=True,
+                              lstrip_blocks=True, undefined=StrictUndefined)
+    environment.tests |= {"table": lambda part: isinstance(part, Table),
+                          "notes": lambda part: isinstance(part, Notes)}
+    parts = paper_tables.make_file(found)
+    runs: list[Measurements] = [run for results in found.results
+                                for run in results.shown_runs()]
+    runs += found.measurements
+    # In the order of the tables; those of each run are folded.
+    details = [(run_summary(run)[1], merit.run_parts(run)) for run in runs if isinstance(run, Run)]
+    drawn, left_out = draw_each(make_drawings(found), embed_figure)
+    path = Path(out) if out else found.folder / "report.html"
+    atomic.replace(path, environment.get_template("report.html").render(
+        name=found.folder.absolute().name, parts=parts, warnings=warning_notes(parts),
+        details=details, figures=drawn, left_out=left_out,
+        environment=summarize_environments(runs), runs=sorted(map(run_summary, runs))))
+    return path, left_out
+
+
+def embed_figure(one: Drawing) -> list[dict[str, str]]:
+    """Draw a figure as the SVG of a data URL, a fifth shorter than in base64; name and tell it."""
+    drawn = draw_image(one.make, "svg").decode().replace("\n", " ")
+    return [{"name": one.name, "about": one.about, "image": quote(drawn, safe=UNCHANGED)}]
+
+
+def warning_notes(parts: list[Part]) -> list[str]:
+    """List the notes that are warnings."""
+    return list(dict.fromkeys(note for part in parts if isinstance(part, Notes)
+                              for note in part.items if WARNING.match(note)))
+
+
+def summarize_environments(runs: list[Measurements]) -> dict[str, list[str]]:
+    """List the values in the runs' environments by name, each with its number of runs."""
+    counts: dict[str, Counter] = {}
+    for run in runs:
+        for name, value in run.environment.items():
+            if name != "command":
+                counts.setdefault(name, Counter())[str(value)] += 1
+    return {name: [value if count == len(runs) else f"{value} ({count} of {len(runs)} runs)"
+                   for value, count in sorted(found.items(),
+                                              key=lambda item: natural_key(item[0]))]
+            for name, found in sorted(counts.items())}
+
+
+def run_summary(run: Measurements) -> tuple[str, str, str]:
+    """Return the creation time of a run, its name, and its command."""
+    what = certainty.run_name(run) if isinstance(run, Run) else " ".join(filter(None, (
+        run.kind, run.configuration.get("table"))))
+    return run.created, what, str(run.environment.get("command", ""))

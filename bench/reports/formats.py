@@ -153,10 +153,7 @@ def _latex_escaped(words: str) -> str:
 
 
 def format_csv(parts: list[Part]) -> str:
-    """Format all tables as one CSV, with numbers in full and no notes.
-
-    The first column is the table's title; cells of columns that a table lacks are empty.
-    """
+    """Format all tables as one CSV, titles first, with numbers in full and no notes."""
     tables = [part for part in parts if isinstance(part, Table)]
     names = ["table", *dict.fromkeys(name for table in tables for name in table.names)]
     out = io.StringIO()

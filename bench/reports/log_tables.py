@@ -1,15 +1,18 @@
-"""Make tables of what was fitted to logs of other benchmarks."""
+"""Make tables of fits to logs; describe formats of files by the docstrings of their classes."""
 
+import inspect
 import itertools
+import re
 from typing import Sequence
 
+import msgspec
 import numpy as np
 
 from bench.document import Column, Notes, Part, Table, make_table
 from bench.prediction.calibration.fit import ProductFit
 from bench.prediction.logs.fitting import LinkFit, Logs
 from bench.prediction.machine_model import Achieved, Level, Machine
-from bench.reports.file_formats import describe_fields
+from bench.text_files import inner_format, read_supplied
 
 FORMATS = {"node": Level, "network": Level, "achieved": Achieved}
 
@@ -83,3 +86,38 @@ def _products(rates: dict[str, ProductFit]) -> Table:
           for k, name in enumerate("mnk")),
         Column("median", "%", "error", of=lambda row: np.median(off(row)), form=".1f"),
         Column("at most", "%", "error", of=lambda row: off(row).max(), form=".1f")], rates.items())
+
+
+HEAD = re.compile(r"(\w+(?:, \w+)*) : (.+)")    # of a field in a docstring
+
+
+def describe_format(what: str, kind: type, example: str) -> str:
+    """Describe the fields of a file, and print a file that has them.
+
+    `what` it describes is, say, "machine"; the docstring of the format, `kind`, and those of its
+    parts tell the fields; `example` is the name of a supplied file.
+    """
+    parts = [f"A {what} file is TOML, given by name as a supplied one or by its path. Its fields:",
+             *describe_fields(kind)]
+    inner: dict[type, list[str]] = {}
+    for field in msgspec.structs.fields(kind):
+        if of := inner_format(field.type):
+            inner.setdefault(of, []).append("each table of " * (of is not field.type) + field.name)
+    for of, names in inner.items():
+        parts += ["", f"Fields of {' and '.join(names)}:", *describe_fields(of)]
+    return "\n".join([*parts, "", f"The supplied {what} {example}:", "",
+                      read_supplied(what, example).rstrip()])
+
+
+def describe_fields(kind: type) -> list[str]:
+    """Return the lines of a docstring that tell the fields of a format, with their defaults."""
+    fields = {field.name: field for field in msgspec.structs.fields(kind)}
+    lines = (inspect.getdoc(kind) or "").partition("----------\n")[2].splitlines()
+    found = []
+    for line in lines:
+        head = HEAD.fullmatch(line)
+        if head:
+            own = [fields[name] for name in head[1].split(", ")]
+            line += "" if own[0].required else "; optional"
+        found.append(f"  {line}".rstrip())
+    return found

@@ -1,14 +1,16 @@
-"""Make tables of predicted seconds beside measured ones."""
+"""Make tables of predicted seconds beside measured ones, and of the paper's rows beside a fit."""
 
 from dataclasses import dataclass
-from typing import Iterator, Sequence
+from typing import Sequence
 
 import numpy as np
 
-from bench.cases.paper import TITLES
+from bench.cases.paper import HEADINGS, TITLES
 from bench.document import Cell, Column, Notes, Part, Table, number_cell
 from bench.prediction.beside_measured import Measured
 from bench.prediction.machine_model import Machine
+from bench.prediction.published.paper_fit import (FITTED_FIGURES, Outcome, predict_row,
+                                                  prediction_error)
 from bench.prediction.work import SIZE_NAMES, Seconds, Work, predict_seconds
 from bench.records.notes import counted
 from mm3d.tracing.events import PHASES
@@ -41,10 +43,7 @@ class Pair:
 
 
 def compare_predictions(machine: Machine, found: Sequence[Measured]) -> list[Part]:
-    """Make the document of predictions beside measurements, with errors and the planner's choices.
-
-    Measurements on other ranks or transports than the machine's are left out.
-    """
+    """Set predictions beside measurements on the ranks and transport of the machine."""
     known = [one for one in found if one.dtype in machine.gemm_rate]
     own = [one for one in known if one.matches(machine)]
     left = [f"{counted(count, 'run')} of {what} left out" for count, what in (
@@ -53,8 +52,12 @@ def compare_predictions(machine: Machine, found: Sequence[Measured]) -> list[Par
     parts: list[Part] = [machine.described]
     if own:
         pairs = [Pair(one, predict_seconds(machine, one.work, one.dtype)) for one in own]
-        parts += [seconds_table(pairs),
-                  Notes("Errors of predictions", list(describe_errors(pairs)))]
+        errors = {kind: [abs(pair.error) for pair in pairs if pair.measured.work.kind == kind]
+                  for kind in SIZE_NAMES}
+        parts += [seconds_table(pairs), Notes("Errors of predictions", [
+            f"{kind}: {counted(len(off), 'run')}, error {np.median(off):.0%} in the median, "
+            f"{np.mean(off):.0%} in the mean, {max(off):.0%} at most"
+            for kind, off in errors.items() if off])]
         rows = choice_table(pairs)
         parts += [rows] if rows.rows else []
     return parts + [Notes("Left out", left)] * bool(left)
@@ -92,15 +95,6 @@ def seconds_table(pairs: Sequence[Pair]) -> Table:
         columns += [Column(kind, "", "average s", ".")
                     for kind in ("published", "predicted", "measured")]
     return Table("Predicted and measured", columns, rows)
-
-
-def describe_errors(pairs: Sequence[Pair]) -> Iterator[str]:
-    """Summarize the errors of predictions of products and of Transformers."""
-    for kind in SIZE_NAMES:
-        off = [abs(pair.error) for pair in pairs if pair.measured.work.kind == kind]
-        if off:
-            yield (f"{kind}: {counted(len(off), 'run')}, error {np.median(off):.0%} in the "
-                   f"median, {np.mean(off):.0%} in the mean, {max(off):.0%} at most")
 
 
 def choice_table(pairs: Sequence[Pair]) -> Table:
@@ -141,3 +135,67 @@ def choice_table(pairs: Sequence[Pair]) -> Table:
         Column("grid", "", "fastest", "<"), Column("ms", "", "fastest", "."),
         Column("planner's", "", "over the fastest"), Column("slowest", "", "over the fastest")],
         rows)
+
+
+UNEXPLAINED = 0.35    # error beyond which a row counts as not explained by the model
+RATE_UNITS = {"gemm": "Tflop/s", "node": "GB/s a rank", "network": "GB/s a node"}
+
+
+def prediction_table(outcome: Outcome, name: str) -> Table:
+    """Make the table `name` of the paper, published and predicted, with the error of each row."""
+    rows = []
+    for k, row in enumerate(outcome.rows):
+        published = row.case.row
+        if published.table != name:
+            continue
+        forward, backward = predict_row(row, outcome.fit, outcome.machine)
+        times = (published.forward, forward, published.backward, backward, published.recomputed,
+                 (forward + backward) / published.batch)
+        off, alone = prediction_error(row, outcome.fit, outcome.machine), outcome.left_out[k]
+        rows.append([TITLES[published.scheme], published.gpus,
+                     *(number_cell(seconds, ".3f") for seconds in times),
+                     number_cell(row.peak / 2**30, ".1f"), number_cell(off, "+.0%"),
+                     "fitted" if k in outcome.chosen else "not fitted",
+                     number_cell(alone, "+.0%")])
+    times = [Column(kind, group=f"{phase} s") for phase in ("forward", "backward", "average")
+             for kind in ("published", "predicted")]
+    return Table(f"{HEADINGS[name]}, on the model of {outcome.machine.name}", [
+        Column("scheme"), Column("GPUs"), *times, Column("GiB"), Column("error"),
+        Column("row is", align="<"), Column("error when", "left out")], rows)
+
+
+def prediction_remarks(outcome: Outcome) -> list[Notes]:
+    """State the fit, the errors of predictions, and the rows that the model does not explain."""
+    fit, machine = outcome.fit, outcome.machine
+    again = ", ".join(TITLES[s] for s, on in fit.recompute.items() if on) or "no scheme"
+    full = {"gemm": machine.gemm_rate["float32"] / 1e12,
+            "node": machine.node.bytes_per_second / 1e9,
+            "network": machine.network.bytes_per_second / 1e9}
+    fitted = [f"layers {fit.layers}; backward repeats the forward in {again}",
+              "with other numbers of layers: "
+              + ", ".join(f"{n} {r:.3f}" for n, r in outcome.by_layers.items())
+              + "; rates make up for layers, so the times hardly tell"]
+    for name in FITTED_FIGURES:
+        part = getattr(fit.achieved, name)
+        fitted.append(f"{name}: {part:.1%} of {full[name]:g} {RATE_UNITS[name]}, "
+                      f"{part * full[name]:.3g}")
+    return [Notes(f"Fitted on {len(outcome.chosen)} of {len(outcome.rows)} rows, forward and "
+                  f"backward (mean absolute logarithm of predicted over published "
+                  f"{fit.residual:.3f}):", fitted), Notes("Remarks", _errors(outcome))]
+
+
+def _errors(outcome: Outcome) -> list[str]:
+    """State memory, and the errors of rows that were and were not fitted."""
+    machine = outcome.machine
+    full = sum(row.peak > machine.memory_bytes for row in outcome.rows)
+    wrong = [f"{row.case.title} ({off:+.0%})" for row, off in zip(outcome.rows, outcome.left_out)
+             if abs(off) > UNEXPLAINED]
+    return [f"Machine: {machine.described}.",
+            f"GiB is rank 0's peak with 24 layers and nothing repeated: {full} rows need more "
+            f"than a rank's {machine.memory_bytes / 2**30:.0f}.",
+            f"Mean absolute error of the average step time: {outcome.mean(True):.0%} on the "
+            f"fitted rows, {outcome.mean(False):.0%} on the others, "
+            f"{np.mean(np.abs(outcome.left_out)):.0%} when each row is left out of the fit "
+            f"(the form of the model was chosen with all rows in view).",
+            f"Rows that the model does not explain (more than {UNEXPLAINED:.0%} off when left "
+            f"out): " + (", ".join(wrong) or "none")]

@@ -15,8 +15,7 @@ from bench.records.folder import (FolderContents, Results, RowKey, is_crowded, m
 from bench.records.model_run import Run
 from bench.records.notes import (counted, describe_cluster, describe_libraries, describe_source,
                                  split_checks)
-from bench.reports import (certainty, emulated, emulated_tables, merit_rows, micro_tables,
-                           speed_ups)
+from bench.reports import certainty, emulated, emulated_tables, merit, micro_tables
 from mm3d.tracing.events import PHASES
 
 
@@ -50,11 +49,11 @@ def preset_parts(results: Results) -> list[Part]:
         parts.append(paper_table(title_of_all, rows, runs))
         if found := [(row, run) for row, run in zip(rows, runs) if run]:
             parts += [certainty.certainty_table(title_of_all, found),
-                      merit_rows.merit_table(title_of_all, found)]
+                      merit.merit_table(title_of_all, found)]
         if results.plain or results.runs.keys() & {(name, PROPOSED, 64)}:
-            parts.append(speed_ups.speed_up_table(title_of_all, name, results))
+            parts.append(certainty.speed_up_table(title_of_all, name, results))
     parts += emulated_tables.emulated_parts(results)
-    parts += merit_rows.row_wire_parts(results)
+    parts += merit.row_wire_parts(results)
     others = any(not row.published for name in HEADINGS for row in results.rows(name))
     published = published_notes() + [NOT_PUBLISHED] * others
     return parts + [Notes("About the published figures:", published),
@@ -71,7 +70,7 @@ def paper_table(heading: str, rows: Sequence[Row], runs: Sequence[Run | None]) -
     """Make one of the paper's tables, with "missing" for rows that were not measured."""
     times = [_column([run and model_run.typical(run.times[phase]) for run in runs])
              for phase in PHASES]
-    times.append(_column([run and measured_average(run) for run in runs]))
+    times.append(_column([run and run.average for run in runs]))
     lines: Rows = []
     for row, run, *measured in zip(rows, runs, *times):
         sizes = [run.configuration[s] for s in ("batch", "hidden")] if run else ["", ""]
@@ -86,11 +85,6 @@ def paper_table(heading: str, rows: Sequence[Row], runs: Sequence[Run | None]) -
                *(Column(*head, group) for group in ("published (GPUs)", "measured (ranks)")
                  for head in heads)]
     return Table(heading, columns, lines)
-
-
-def measured_average(run: Run) -> float:
-    """Compute the average step time in seconds per sequence (equation 6) from medians."""
-    return model_run.average_step_time(run.times, run.configuration["batch"])
 
 
 def inconsistent_notes(rows: Sequence[Row]) -> list[str]:
@@ -133,8 +127,8 @@ def measured_notes(results: Results) -> list[str]:
         notes.insert(0, f"VARIANT{results.label.replace(',', ':', 1)}: these rows are "
                         f"computed otherwise than the tables', whose plain rows are apart.")
     notes += waiting_notes(runs)
-    notes += (certainty.certainty_notes(runs) + speed_ups.speed_up_notes(results)
-              + merit_rows.merit_notes(runs) + merit_rows.recomputation_notes(runs))
+    notes += (certainty.certainty_notes(runs) + certainty.speed_up_notes(results)
+              + merit.merit_notes(runs) + merit.recomputation_notes(runs))
     notes += emulated.emulation_notes(runs)
     alone = emulated.other_runs(runs)
     crowded = [run for run in alone if is_crowded(run)]
@@ -148,7 +142,7 @@ def measured_notes(results: Results) -> list[str]:
                      f"cores, with up to {most.ranks} ranks on {most.environment['cores']} cores. "
                      f"The ranks take turns, so more ranks cannot be faster; such times compare "
                      f"the total work, copying and waiting of the schemes, nothing else.")
-    differ = [merit_rows.row_name(run) for run in runs if not words_agree(run)]
+    differ = [merit.row_name(run) for run in runs if not words_agree(run)]
     if differ:
         notes.append(f"The words counted differ from the closed form in: {', '.join(differ)}.")
     missing = [_title(row.key) for row in load_tables().rows if results.get(row) is None]
@@ -173,7 +167,7 @@ def waiting_notes(runs: Sequence[Run]) -> list[str]:
     waiting = [run for run in runs if waits(run)]
     if not waiting:
         return []
-    share = [run.groups["waits"].variables["counted"].values.sum(axis=0).max()
+    share = [run.of_group("waits", "counted").sum(axis=0).max()
              / sum(model_run.typical(run.samples[phase]) for phase in PHASES)
              for run in waiting]
     return [f"WAITED WORK: products and elementwise operations take the seconds of the machine "

@@ -6,7 +6,7 @@ from bench.cluster.spec import Cluster
 from bench.instruments import placement
 from bench.prediction.machine_model import Machine
 from bench.prediction.similarity import emulating_machine, predict_original, predict_phases
-from bench.reports.emulated_rows import Emulated, total_seconds
+from bench.reports.emulated import Emulated, total_seconds
 from mm3d.schemes import find_scheme
 
 

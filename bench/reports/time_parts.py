@@ -7,7 +7,6 @@ from typing import Iterable
 import numpy as np
 
 from bench.records import model_run
-from bench.records.measurements import Variable
 from bench.records.model_run import Run
 from mm3d.grid.axis import COLLECTIVES
 from mm3d.tracing.events import PHASES
@@ -96,17 +95,6 @@ def in_place_kinds(run: Run, axis: str) -> frozenset[str]:
     return in_place_collectives(" ".join(transports))
 
 
-def find_variable(run: Run, group: str, name: str) -> Variable | None:
-    """Return a variable of a group of the run; None if it was not recorded."""
-    return run.groups[group].variables.get(name) if group in run.groups else None
-
-
-def recorded_number(run: Run, group: str, name: str) -> float:
-    """Return a number recorded for the whole run; NaN if it was not."""
-    found = find_variable(run, group, name)
-    return math.nan if found is None else float(found.values)
-
-
 def machine_rate(run: Run, name: str) -> float:
     """Return a rate of the group ``machine``; NaN if it was not recorded.
 
@@ -114,17 +102,14 @@ def machine_rate(run: Run, name: str) -> float:
     as large as these, or the arrays' size was not recorded (older files).
     """
     if name.startswith("memory"):
-        arrays, caches = (recorded_number(run, "machine", which)
+        arrays, caches = (run.most("machine", which)
                           for which in ("memory_arrays", "last_level_caches"))
         if math.isnan(arrays) or arrays < 2 * caches:
             return math.nan
-    return recorded_number(run, "machine", name)
+    return run.most("machine", name)
 
 
 def _seconds(run: Run) -> np.ndarray | None:
-    """Return the seconds of traced repetitions over `Run.dilation`, as `Run.times` are.
-
-    Their dimensions are (repetition, phase, rank, part).
-    """
-    found = find_variable(run, "parts", "seconds")
-    return None if found is None else found.values / run.dilation
+    """Return undilated seconds of traced repetitions, (repetition, phase, rank, part)."""
+    found = run.of_group("parts", "seconds")
+    return None if found is None else found / run.dilation

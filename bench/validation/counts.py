@@ -1,4 +1,4 @@
-"""Check what a microbenchmark has counted against its sizes and its routing."""
+"""Check what a microbenchmark has counted against its sizes, its routing, and dry runs."""
 
 from typing import Callable, Iterator
 
@@ -12,13 +12,8 @@ Counts = Iterator[tuple[str, np.ndarray]]    # variables by name, as they should
 
 def check_counts(run: Measurements) -> Iterator[str]:
     """Check that what was counted is what these sizes take."""
-    return compare_counts(run, OF_KIND.get(run.kind, lambda run: ()))
-
-
-def compare_counts(run: Measurements, count: Callable[[Measurements], Counts]) -> Iterator[str]:
-    """Compare the variables of a record with what `count` finds that they should be."""
     try:
-        for name, wanted in count(run):
+        for name, wanted in OF_KIND.get(run.kind, lambda run: ())(run):
             found = run.raw[name].values
             if not np.array_equal(found, wanted):
                 yield f"measurements/{name} is {_few(found)}, and should be {_few(wanted)}"
@@ -57,6 +52,29 @@ def _experts(run: Measurements) -> Counts:
         raise ValueError("the choices in tokens are not those of all tokens")
 
 
+def _matmul(run: Measurements) -> Counts:
+    """Count the words that each rank of a product moves, (phase, rank), by dry runs."""
+    from bench.experiments.products.counts import count_dry    # for records of products alone
+    chosen = run.configuration
+    yield "words", np.array([[one.words for one in count_dry(
+        chosen["scheme"], chosen["form"], grid_shape(chosen), tuple(map(chosen.get, "MNK")),
+        chosen["dtype"], phase)] for phase in run.scales["phase"]])
+
+
+def _products(run: Measurements) -> Counts:
+    """Count what each rank of every product does, and its memory, by dry runs."""
+    from bench.experiments.products.counts import COUNTS, count_dry
+    from bench.records.kinds.products import record_grids
+    chosen = run.configuration
+    dry = [count_dry(name, chosen["form"], sizes, tuple(map(chosen.get, "MNK")), chosen["dtype"],
+                     "forward")
+           for name, sizes in record_grids(run.scales["scheme"], chosen["grids"]).items()]
+    for name in COUNTS:
+        yield name, np.array([[getattr(one, name) for one in line] for line in dry])
+    yield "memory_alone", np.array([max(one.memory for one in line) for line in dry])
+
+
 RULES = (check_counts,)
 OF_KIND: dict[str, Callable[[Measurements], Counts]] = {
-    "collectives": _collectives, "pipeline": _pipeline, "experts": _experts}
+    "collectives": _collectives, "pipeline": _pipeline, "experts": _experts, "matmul": _matmul,
+    "products": _products}

@@ -5,6 +5,10 @@ for the reader.  All that follows from samples or sizes is computed anew.
 """
 
 import math
+import os
+import pwd
+import re
+import socket
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Callable, Iterable, Iterator
@@ -20,13 +24,10 @@ from bench.records.model_run import Run
 from bench.records.notes import counted, split_checks
 from bench.records.run_file import DAMAGE, FORMAT, UNLIKE, open_file, parse_run
 from bench.records.schema import UNKNOWN
-from bench.validation import private_text
 from mm3d.schemes import registry
 from mm3d.tracing.events import PHASES
 
 TOLERANCE = 1e-9    # relative, of recomputed numbers
-# The files of kinds' own rules; what they need is imported for records of the kind alone.
-RULES = {"model": "rules", "matmul": "product_counts", "products": "product_counts"}
 # What waited work means, by the kind of run.
 WAITED = {"model": "ranks waited for the modelled seconds of their work: only collectives were "
                    "real",
@@ -35,12 +36,7 @@ WAITED = {"model": "ranks waited for the modelled seconds of their work: only co
 
 
 def check_file(path: Path) -> tuple[list[str], list[str]]:
-    """Check a file of one run or a merged one.
-
-    Returns
-    -------
-    list of str, list of str
-        The file's violations of the rules, and its warnings.
+    """Return the violations of the rules in a file of one run or a merged one, and its warnings.
 
     Unreadable when it cannot be read, so that nobody knows whether it is valid.
     """
@@ -69,7 +65,7 @@ def check_run(group: h5py.Group, place: str) -> tuple[list[str], list[str]]:
     if not np.array_equal(group.attrs.get("format"), FORMAT):
         return [f"{place} is an HDF5 file, but not an mm3d run"], []
     errors: list[str] = []
-    for look in (private_text.find_private_text, check_dimensions):
+    for look in (find_private_text, check_dimensions):
         errors += checked(look, group)
     kind = schema.of_kind(str(group.attrs.get("kind", "model")))
     if kind.get("verified") and "verification" not in group:
@@ -78,7 +74,8 @@ def check_run(group: h5py.Group, place: str) -> tuple[list[str], list[str]]:
         run = parse_run(group, place)
     except StoreError as error:
         return [*errors, str(error)], []
-    own = import_module(f"bench.validation.{RULES.get(run.kind, 'counts')}").RULES
+    # What the rules of rows need is imported for rows alone.
+    own = import_module(f"bench.validation.{'rules' if run.kind == 'model' else 'counts'}").RULES
     for rule in (lambda run: failed_checks(run.checks), check_oversubscription, *own):
         errors += checked(rule, run)
     return errors, checked(list_warnings, run)
@@ -154,3 +151,63 @@ def list_warnings(run: Measurements) -> Iterator[str]:
         yield "it was told to stop before its repetitions were done"
     if run.configuration["scheme"] not in registry():
         yield f"scheme {run.configuration['scheme']} is unknown: its words were not checked"
+
+
+PATHS = re.compile(r"(?<![\w.])/(home|Users|root|tmp|mnt|scratch|work|gpfs|lustre)(/|\b)")
+ADDRESS = re.compile(r"[\w.+-]+@[\w-]+(\.[\w-]+)*")
+NAMED = ("host", "hostname", "user", "username")    # attributes that no file may have
+# Attributes whose text comes from outside, from options and variables. The program writes all
+# others itself: they name nobody, even where they have a word that is this host's or user's name.
+OUTSIDE = ("command", "tuning_variables", "slurm", "waited_machine", "text")
+SYSTEM = ("cpu_model", "gpu")    # as the system calls them, as in "i7@2.2GHz"
+OWN_WORDS = "python -m bench mm3d results .h5 .toml .json localhost root"
+
+
+def find_private_text(group: h5py.Group) -> Iterator[str]:
+    """List the attributes that name a user, a host, an address or a private folder."""
+    found = list(_list_attributes(group))
+    names = _own_names(" ".join([OWN_WORDS, *_words_written(found)]))
+    for place, key, value in found:
+        if key in NAMED:
+            yield f"{place} has an attribute {key}: mask it"
+        for kind, pattern, searched in (("a folder", PATHS, True),
+                                        ("an address", ADDRESS, key not in SYSTEM),
+                                        ("this user or host", names, key in OUTSIDE)):
+            if searched and isinstance(value, str) and pattern.search(value):
+                yield (f"{place} attribute {key} names {kind}, which is private: mask it")
+
+
+def _list_attributes(group: h5py.Group) -> Iterator[tuple[str, str, Any]]:
+    """List the place, name and value of each attribute of a group and of all in it."""
+    places = [("/", group)]
+    group.visititems(lambda place, item: places.append((place, item)))
+    for place, item in places:
+        for key, value in item.attrs.items():
+            yield place, key, value
+
+
+def _words_written(found: list[tuple[str, str, Any]]) -> Iterator[str]:
+    """List the text that the program itself has written in a file."""
+    for place, key, value in found:
+        yield from (place, key)
+        if isinstance(value, str):
+            # Of a command only the verb is the program's text: "python -m bench VERB".
+            yield value if key not in OUTSIDE else " ".join(value.split()[:4] * (key == "command"))
+
+
+def _own_names(written: str) -> re.Pattern[str]:
+    """Return the pattern of this user's and host's names, but for the program's own words."""
+    host = socket.gethostname()
+    names = {os.environ.get(name, "") for name in ("LOGNAME", "USER", "LNAME", "USERNAME")}
+    names |= {host, host.partition(".")[0]}
+    try:
+        names.add(pwd.getpwuid(os.getuid()).pw_name)
+    except KeyError:    # a user without an entry has no name that a file could have
+        pass
+    private = [re.escape(name) for name in sorted(names) if len(name) > 2
+               and not re.search(_whole_word(re.escape(name)), written, re.IGNORECASE)]
+    return re.compile(_whole_word("|".join(private)) if private else r"(?!)")
+
+
+def _whole_word(pattern: str) -> str:
+    return rf"(?<![\w-])(?:{pattern})(?!\w)"

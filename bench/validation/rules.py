@@ -68,11 +68,7 @@ def check_verification(run: Run) -> Iterator[str]:
     except KeyError:
         forward, gradient = math.nan, math.nan
     serial, own = split_checks(run.checks)
-    for check in serial:
-        limit = forward if check.quantity == "output" else gradient
-        if not check.tolerance <= limit:
-            yield (f"verification: the tolerance of {check.quantity} is {check.tolerance:g}; the "
-                   f"rules allow {limit:g}")
+    yield from _lax(serial, lambda name: forward if name == "output" else gradient)
     names = {check.quantity for check in serial}
     arrays = cost.parameter_arrays(ModelSizes.from_settings(run.configuration))
     wanted = 2 + layers * arrays
@@ -97,8 +93,13 @@ def check_residuals(run: Run, own: list[Check]) -> Iterator[str]:
     if {check.quantity for check in own} != limits.keys():
         yield (f"verification: {len(own)} residuals, but {chosen['layers']} layers have "
                f"{len(limits)}")
-    for check in own:
-        limit = limits.get(check.quantity, math.nan)
+    yield from _lax(own, lambda name: limits.get(name, math.nan))
+
+
+def _lax(checks: list[Check], limit_of: Callable[[str], float]) -> Iterator[str]:
+    """List the tolerances that are above their limits."""
+    for check in checks:
+        limit = limit_of(check.quantity)
         if not check.tolerance <= limit * (1 + TOLERANCE):
             yield (f"verification: the tolerance of {check.quantity} is {check.tolerance:g}; the "
                    f"rules allow {limit:g}")
@@ -200,8 +201,7 @@ def check_wire(run: Run) -> Iterator[str]:
         return
     if "emulated_cluster" not in run.environment:
         yield "the group wire is there, but no emulated cluster is named"
-    received, least = (run.groups["wire"].variables[name].values
-                       for name in ("received", "least"))
+    received, least = (run.of_group("wire", name) for name in ("received", "least"))
     for phase, found, wanted in zip(PHASES, received.sum(axis=1), least.sum(axis=1)):
         if found < wanted:
             yield (f"wire/received of {phase} is {found:g} bytes in all, less than the {wanted:g} "

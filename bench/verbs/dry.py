@@ -15,7 +15,7 @@ from bench.prediction.pipelines import pipeline_seconds
 from bench.prediction.pipelines.pipeline_model import PASSES, PipelineModel
 from bench.prediction.pipelines.training_step import predict_step
 from bench.prediction.planner import TraceOf
-from bench.reports import dry_tables, predicted_pipelines
+from bench.reports import dry_tables
 from mm3d import ModelSizes
 from mm3d.config import Division, Model
 from mm3d.grid.shape import GridShape
@@ -192,7 +192,7 @@ def _pipeline(arguments: argparse.Namespace, every: tuple[GridShape, ...], stack
     parts = [_title(arguments, model.grids[stage], stack.sizes), "One micro-batch:",
              dry_tables.phase_table(trace, useful), dry_tables.collective_table(trace),
              dry_tables.part_table(trace),
-             *predicted_pipelines.rank_parts(model, replica, stage, place)]
+             *dry_tables.rank_parts(model, replica, stage, place)]
     if experts:
         parts.append(dry_tables.expert_notes(experts, trace, model.data, model.micro.tokens))
     if arguments.data is not None or model.context > 1:
@@ -205,8 +205,8 @@ def _pipeline(arguments: argparse.Namespace, every: tuple[GridShape, ...], stack
             found = step.pipeline
         else:
             found = pipeline_seconds.predict_pipeline(model, machine, inside=inside)
-        parts += predicted_pipelines.seconds_parts(name, model, found, machine)
-        parts += [predicted_pipelines.training_table(step)] if model.vocab else []
+        parts += dry_tables.seconds_parts(name, model, found, machine)
+        parts += [dry_tables.training_table(step)] if model.vocab else []
     fits = True
     if limit:
         peak = model.whole_step(place, stage, replica, optimizer=True).peak

@@ -19,11 +19,11 @@ from bench.prediction.pipelines import pipeline_seconds
 from bench.prediction.training_plans.choices import Training
 from bench.prediction.training_plans.search import Search
 from bench.records.journal import check_folder
-from bench.reports import dry_tables, predicted_pipelines
+from bench.reports import dry_tables
 from bench.reports.figures import style
 from bench.reports.plans import training_plans
 from bench.reports.plans.layer_costs import layer_costs_parts, printed_costs_parts
-from bench.reports.plans.plan_tables import plan_remarks, plan_table
+from bench.reports.plans.training_plans import plan_remarks, plan_table
 from mm3d import ModelSizes
 from mm3d.config import Division, Model
 from mm3d.console import say
@@ -180,7 +180,7 @@ def _trainings(arguments: argparse.Namespace) -> int:
 
 def _formats(arguments: argparse.Namespace) -> int:
     """Print the format of the files of machines, models or rules; return 0."""
-    from bench.reports.file_formats import describe_format
+    from bench.reports.log_tables import describe_format
     from bench.prediction.meshes.rules_of_thumb import Rules
     formats = {"machine": (machine_model.Machine, "dgx-a100"), "model": (ModelFile, "gpt-3-175b"),
                "rules": (Rules, "overview")}
@@ -223,7 +223,7 @@ def _map(arguments: argparse.Namespace) -> int:
         places = [*map_kinds(asked, arguments.map, rates, status.show)]
     arguments.show(map_parts(asked, places))
     if arguments.pictures:
-        from bench.reports.figures.kind_map import draw_map
+        from bench.reports.figures.prediction import draw_map
         return style.draw_pictures([partial(draw_map, arguments.pictures, asked, places)])
     return 0
 
@@ -231,7 +231,7 @@ def _map(arguments: argparse.Namespace) -> int:
 def _contexts(arguments: argparse.Namespace) -> int:
     """Print both ways of contexts beside each other; return 0."""
     from bench.prediction.meshes.context_ways import LENGTHS, list_contexts
-    from bench.reports.plans.context_ways import context_parts
+    from bench.reports.plans.kind_map import context_parts
     _require(arguments, "model")
     options.refuse(arguments, ("batch", "layers", *OF_TRAININGS, *OF_LAYERS), (
         "with --contexts one sequence of one layer is counted; leave it, or --contexts, out"))
@@ -285,7 +285,7 @@ def _pipelines(arguments: argparse.Namespace, machine: machine_model.Machine,
     best = sorted(every, key=lambda one: screen_grid(
         one.scheme, one.grids[0], machine, stage).seconds)[:arguments.top]
     found = pipeline_seconds.plan_pipelines(best, machine)
-    parts = [machine.described, *predicted_pipelines.plan_parts(found, len(every))]
+    parts = [machine.described, *dry_tables.plan_parts(found, len(every))]
     if stack.experts:
         parts.append(dry_tables.plan_notes(stack.experts))
     arguments.show(parts)

@@ -108,7 +108,7 @@ def run(arguments: argparse.Namespace, comm=None) -> int:
     if arguments.stages:
         return _pipelines(arguments)
     from bench.prediction.published.paper_fit import predict_tables
-    from bench.reports import prediction_tables as tables
+    from bench.reports import measured_tables as tables
     wanted = {row.table for row in select_rows(arguments.table or "all")}
     if arguments.pictures:
         check_folder(arguments.pictures, "--pictures")
@@ -125,7 +125,7 @@ def _pipelines(arguments: argparse.Namespace) -> int:
     """Print predictions of the paper's rows, layers divided among pipeline stages; 1 for none."""
     from bench.prediction.published.paper_fit import predict_tables
     from bench.prediction.published.paper_pipelines import predict_as_pipelines
-    from bench.reports.predicted_pipelines import row_parts
+    from bench.reports.dry_tables import row_parts
     if arguments.pictures:
         raise UsageError(f"--pictures {arguments.pictures}: pictures are of rows without --stages")
     with as_usage_error():

@@ -67,8 +67,8 @@ def run(arguments: argparse.Namespace) -> int:
                                                 bool(arguments.talk))
         statuses.append(report_drawn(files, told))
     if arguments.page:
-        from bench.reports import page
-        file, more = page.write_page(found, arguments.out)
+        from bench.reports.finish import write_page
+        file, more = write_page(found, arguments.out)
         statuses.append(report_drawn([file], [    # each is said once
             why for why in more if str(why) not in map(str, told)]))
     if not draws and not arguments.page:

@@ -13,9 +13,9 @@ from bench.experiments.rows.record import published_row
 from bench.instruments import spans
 from bench.prediction.pipelines.waited_step import PARTS as STEP_PARTS
 from bench.records import model_run, run_file
+from bench.records.model_run import Run, make_group, make_record, traffic_group
 from bench.records.measurements import Check, Group, Measurements, Variable
 from bench.records.folder import read_folder
-from bench.records.model_run import Run
 from bench.reports.figures import every_figure, roofline_and_memory
 from bench.reports.formats import render
 from bench.reports.micro_tables import make_parts
@@ -102,20 +102,21 @@ def made_up(row: Row, forward: float = 0.25, backward: float = 0.5, preset: str 
     spread = np.linspace(0.9, 1.1, repetitions)[:, None] * np.linspace(0.5, 1.0, ranks)
     moved = np.zeros((2, ranks, len(model_run.AXES), len(COLLECTIVES)), np.int64)
     moved[:, :, 0, 0] = np.arange(ranks)
-    return model_run.row_run(
-        configuration(one), environment(ranks, oversubscribed),
-        {"forward": forward * spread, "backward": backward * spread},
-        {phase: np.zeros((repetitions, ranks)) for phase in PHASES},
-        [Check("output", 2e-7, 1e-5), Check("dx", 3e-7, 5e-5)],
-        {"traffic": traffic_of(moved), "published": published_row(row),
-         "clock": model_run.scalars({"s": {"resolution": 1e-9, "offset_error": 0.0}})},
-        created=created)
+    run = make_record(
+        "model", configuration(one), environment(ranks, oversubscribed), {"s": {
+            "forward": forward * spread, "backward": backward * spread,
+            **{f"{phase}_late": np.zeros((repetitions, ranks)) for phase in PHASES}}},
+        [Check("output", 2e-7, 1e-5), Check("dx", 3e-7, 5e-5)])
+    run.groups.update({
+        "traffic": traffic_of(moved), "published": published_row(row),
+        "clock": make_group("model.clock", {"s": {"resolution": 1e-9, "offset_error": 0.0}})})
+    return replace(run, created=created)
 
 
 def traffic_of(words: np.ndarray, directions: tuple[str, ...] = model_run.AXES) -> Group:
     """The group of traffic in float32 with as many calls and messages as words."""
-    return model_run.traffic_group(
-        {name: words * (4 if name == "bytes" else 1) for name in model_run.COUNT_UNITS},
+    return traffic_group(
+        {name: words * (4 if name == "bytes" else 1) for name in model_run.COUNTS},
         words.sum(axis=1), directions)
 
 

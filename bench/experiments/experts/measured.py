@@ -24,7 +24,7 @@ from bench.instruments.clock import Clock
 from bench.instruments.sampling import Sample, compare_in_turns, measured_environment, time_side
 from bench.instruments.timing import Limits
 from bench.records.kinds.experts import EXPERT_KINDS
-from bench.records.assembly import make_record, transport_names
+from bench.records.model_run import make_record, transport_names
 from bench.records.measurements import Measurements, grid_settings
 from mm3d.arrays.grouped_products import grouped_matmul
 from mm3d.launcher import wait_patiently

@@ -29,7 +29,7 @@ from bench.instruments.clock import Clock
 from bench.instruments.peak_memory import Footprint
 from bench.instruments.sampling import Sample, compare_in_turns, measured_environment, time_side
 from bench.instruments.timing import Limits
-from bench.records.assembly import make_record, transport_names
+from bench.records.model_run import make_record, transport_names
 from bench.records.measurements import Check, Measurements, grid_settings
 from mm3d import ModelSizes
 from mm3d.tracing import dry_run

@@ -15,7 +15,7 @@ from bench.instruments.clock import Clock
 from bench.instruments.sampling import (makespans_in_turns, measure_in_random_order,
                                         measured_environment, pad_samples, samples_along)
 from bench.instruments.timing import Limits
-from bench.records.assembly import add_numbers, transport_names
+from bench.records.model_run import add_numbers, transport_names
 from bench.records.measurements import Check, Measurements, grid_settings
 from mm3d.grid.axis import COLLECTIVES
 from mm3d.grid.shape import GridShape

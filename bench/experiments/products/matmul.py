@@ -23,7 +23,7 @@ from bench.instruments.sampling import (SETTLE, Sample, compare_in_turns, measur
                                         repeat_calls, time_alone, time_side)
 from bench.instruments.timing import Limits, unwatched
 from bench.records.kinds.matmul import RATIOS
-from bench.records.assembly import make_record, transport_names
+from bench.records.model_run import make_record, transport_names
 from bench.records.measurements import Check, Measurements, Setting, grid_settings
 from mm3d import launcher
 from mm3d.arrays.backend import Array

@@ -6,7 +6,7 @@ from typing import Any, Callable, Iterable
 import numpy as np
 
 from bench.errors import as_usage_error
-from bench.records.assembly import transport_names
+from bench.records.model_run import transport_names
 from mm3d.arrays.backend import Array
 from mm3d.arrays.blocks import block_lengths, block_starts
 from mm3d.grid.grid import Grid

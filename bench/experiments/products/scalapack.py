@@ -25,7 +25,7 @@ from bench.experiments.products.problem import LocalProducts, Problem, product_g
 from bench.instruments.clock import Clock
 from bench.instruments.sampling import Sample, compare_in_turns, repeat_calls, time_side
 from bench.instruments.timing import Limits
-from bench.records.assembly import transport_names
+from bench.records.model_run import transport_names
 
 
 class ScalapackProducts:

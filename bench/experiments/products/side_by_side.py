@@ -16,7 +16,7 @@ from bench.instruments.clock import Clock
 from bench.instruments.sampling import (makespans_in_turns, measure_in_random_order,
                                         measured_environment)
 from bench.instruments.timing import Limits, unwatched
-from bench.records.assembly import make_record, transport_names
+from bench.records.model_run import make_record, transport_names
 from bench.records.measurements import Check, Measurements
 from mm3d.grid.shape import GridShape
 from mm3d.schemes.products_alone import algorithms_with_products

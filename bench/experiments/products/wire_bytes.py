@@ -12,7 +12,7 @@ from bench.cluster.spec import Cluster
 from bench.experiments.products import operands
 from bench.instruments.clock import Clock, time_on_all_ranks
 from bench.instruments.wire import WireRecorder
-from bench.records.assembly import add_numbers
+from bench.records.model_run import add_numbers
 from bench.records.measurements import Measurements
 from mm3d.grid.axis import COLLECTIVES, Axis
 from mm3d.grid.split import Split

@@ -18,7 +18,7 @@ from bench.cluster.spec import Cluster
 from bench.errors import Failed
 from bench.instruments import host
 from bench.instruments.waited_work import WorkClock
-from bench.records.assembly import make_group
+from bench.records.model_run import make_group
 from bench.records.measurements import Group, Measurements
 from mm3d.launcher import wait_patiently
 from mm3d.grid.shape import GridShape

@@ -11,7 +11,7 @@ from bench.cases.paper import Row
 from bench.experiments.rows.settings import Settings
 from bench.instruments import host, timing
 from bench.records import model_run
-from bench.records.assembly import transport_names
+from bench.records.model_run import make_group, make_record, traffic_group, transport_names
 from bench.records.kinds.model import expected_words
 from bench.records.measurements import Check, Group, Setting, grid_settings
 from mm3d.model.architecture import INNER_FACTOR
@@ -34,7 +34,7 @@ def row_configuration(one: Case, scheme, settings: Settings) -> dict[str, Settin
 
 def published_row(row: Row) -> Group:
     """Return the row as the paper prints it, by the names that files use."""
-    return model_run.scalars({
+    return make_group("model.published", {
         "1": {"gpus": row.gpus, "batch": row.batch, "hidden": row.hidden},
         "s": {"forward_time": row.forward, "backward_time": row.backward,
               "average_step_time": row.average, "recomputed_step_time": row.recomputed}})
@@ -61,16 +61,16 @@ def row_record(one: Case, scheme, configuration: dict[str, Setting], times: timi
     grid = scheme.grid
     words = expected_words(scheme.name, grid.shape, one.sizes, one.variant,
                            configuration["recompute"])
-    own = {"traffic": model_run.traffic_group(dict(zip((*model_run.COUNT_UNITS, "moved"),
-                                                       traffic)),
-                                              words, model_run.directions_of(grid.shape)),
-           "clock": model_run.scalars({"s": {"resolution": times.clock_resolution,
-                                             "offset_error": times.clock_offset_error}}),
-           "published": published_row(one.row)}
-    return model_run.row_run(
-        configuration | {"transport": transport_names(grid),
-                         "ended_by": times.ended_by},
+    record = make_record(
+        "model", configuration | {"transport": transport_names(grid), "ended_by": times.ended_by},
         host.describe_host(grid.backend.name, grid.comm.size, MPI.Get_library_version(),
                            host.command_line(sys.argv[1:])),
-        times.samples, times.late, checks,
-        own | {name: group for name, group in groups.items() if group is not None})
+        {"s": times.samples | {f"{phase}_late": late for phase, late in times.late.items()}},
+        checks)
+    own = {"traffic": traffic_group(dict(zip((*model_run.COUNTS, "moved"), traffic)), words,
+                                    model_run.directions_of(grid.shape)),
+           "clock": make_group("model.clock", {"s": {"resolution": times.clock_resolution,
+                                                     "offset_error": times.clock_offset_error}}),
+           "published": published_row(one.row)}
+    record.groups.update(own | {name: group for name, group in groups.items() if group})
+    return record

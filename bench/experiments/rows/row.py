@@ -211,7 +211,7 @@ def run_counted_step(model, x, dy,
         This rank's traffic, (counts and "moved", phases, directions, collectives) in the orders
         of `bench.records.run_file`.
     """
-    grid, names = model.grid, (*model_run.COUNT_UNITS, "moved")
+    grid, names = model.grid, (*model_run.COUNTS, "moved")
     directions = model_run.directions_of(grid.shape)
     counted = np.zeros((len(names), len(PHASES), len(directions), len(COLLECTIVES)))
 

@@ -26,8 +26,8 @@ from bench.instruments.clock import Clock
 from bench.instruments.sampling import measured_environment, take_samples, time_side
 from bench.instruments.timing import Limits, unwatched
 from bench.instruments.waited_work import WorkClock, waited_work
-from bench.records import assembly
-from bench.records.assembly import add_numbers
+from bench.records import model_run
+from bench.records.model_run import add_numbers
 from bench.records.measurements import Check, Measurements
 from mm3d import launcher
 from mm3d.config import OF_MESH, Config, Division
@@ -235,7 +235,7 @@ def make_row_record(one: TrainingCase, settings: TrainingSettings, training: Tim
     if settings.work is None:
         configuration |= {"predicted_by": settings.predicted_by,
                           "unpredicted": settings.unpredicted}
-    return assembly.make_record(KIND, configuration, environment, {
+    return model_run.make_record(KIND, configuration, environment, {
         "s": taken, "1": {"words": np.array(words, float)}}, checks, **labels)
 
 

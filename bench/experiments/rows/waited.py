@@ -16,7 +16,7 @@ from bench.experiments.rows.settings import ModelledWork, Settings
 from bench.instruments.clock import Clock
 from bench.instruments.timing import time_phases
 from bench.instruments.waited_work import WorkClock, waited_work
-from bench.records.assembly import make_group
+from bench.records.model_run import make_group
 from bench.records.measurements import Group
 from mm3d.tracing import dry_run
 from mm3d.tracing.events import PHASES

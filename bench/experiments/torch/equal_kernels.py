@@ -15,7 +15,7 @@ from bench.experiments.torch.child import TorchProcesses
 from bench.experiments.torch.serve import TimedProduct, product_seconds
 from bench.instruments.sampling import compare_in_turns, time_alone
 from bench.instruments.timing import Limits
-from bench.records.assembly import add_numbers
+from bench.records.model_run import add_numbers
 from bench.records.measurements import Measurements
 from mm3d.arrays.backend import Backend
 

@@ -19,7 +19,7 @@ from bench.experiments.training.timed_step import ADAMW_OPTIONS, STEP_PARTS, Tim
 from bench.instruments.clock import Clock
 from bench.instruments.sampling import compare_in_turns, measured_environment, time_side
 from bench.instruments.timing import Limits
-from bench.records.assembly import make_record
+from bench.records.model_run import make_record
 from bench.records.measurements import Check, Measurements
 from mm3d.config import Model
 from mm3d.launcher import wait_patiently

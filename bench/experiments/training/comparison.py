@@ -14,7 +14,7 @@ from bench.experiments.training.rounding_bounds import LARGEST_BOUND, rounding_b
 from bench.experiments.training.text import Text
 from bench.instruments.sampling import measured_environment
 from bench.instruments.timing import unwatched
-from bench.records.assembly import make_record
+from bench.records.model_run import make_record
 from bench.records.kinds.training_meshes import ROUTED
 from bench.records.measurements import Check, Measurements
 from mm3d.arrays import backend as backends

@@ -10,7 +10,7 @@ from bench.experiments.training.plan import Plan, make_optimizer
 from bench.experiments.training.torch_training import TorchTraining, products_flops
 from bench.experiments.training.trainer import Course, TrainingEnd, TrainingRun
 from bench.instruments.sampling import measured_environment
-from bench.records.assembly import make_record, transport_names
+from bench.records.model_run import make_record, transport_names
 from bench.records.measurements import Check, Measurements, Setting, grid_settings
 from mm3d.arrays.backend import Backend
 from mm3d.config import Config, Division

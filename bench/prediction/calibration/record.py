@@ -8,7 +8,7 @@ import numpy as np
 from bench.errors import StoreError
 from bench.instruments import sampling
 from bench.prediction.work import Work
-from bench.records import assembly
+from bench.records import model_run
 from bench.records.measurements import Check, Measurements, Setting
 from bench.records.run_file import read_run
 
@@ -63,7 +63,7 @@ def make_calibration_record(operations: Mapping[Point, Sequence[float]], works: 
     """
     rows = [*map(list, operations.values()), *steps.T.tolist()]
     samples = sampling.pad_samples(rows, (len(rows),))
-    return assembly.make_record(
+    return model_run.make_record(
         KIND, dict(configuration), dict(environment),
         {"s": {"operation_seconds": samples[:len(operations)],
                "step_seconds": samples[len(operations):]}}, checks,

@@ -55,11 +55,7 @@ def derive(record: Any) -> Derived:
 
 
 def check_texts(run: Any) -> None:
-    """Check the texts of a record that its readers parse.
-
-    Raises ValueError when one cannot be read, or does not fit what was measured; the message names
-    it.
-    """
+    """Check the texts of a record that its readers parse; ValueError names one that is wrong."""
     if run.environment.get("emulated_cluster"):
         named("environment/emulated_cluster", Cluster.parse,
               str(run.environment["emulated_cluster"]))
@@ -103,10 +99,7 @@ def each(make: Callable[[Any], list]) -> Callable[[Sequence[Any]], list]:
 
 
 def medians(samples: np.ndarray) -> np.ndarray:
-    """Compute medians and intervals along the last dimension, (..., bound), without NaN samples.
-
-    NaN where there are no samples.
-    """
+    """Compute medians and intervals of the last dimension, (..., bound); NaN without samples."""
     lines = [line[~np.isnan(line)] for line in samples.reshape(-1, samples.shape[-1])]
     found = [median_interval(line) if len(line) else [np.nan] * len(BOUNDS) for line in lines]
     return np.reshape(found, (*samples.shape[:-1], len(BOUNDS)))

@@ -85,12 +85,8 @@ def least_words(shape: GridShape, axis: str, kind: str, words: int,
                 nodes: Sequence[int]) -> list[int]:
     """Count the words that each node has to receive, for all lines of a direction.
 
-    Parameters
-    ----------
-    axis, kind : str
-        The direction, and one of `mm3d.grid.axis.COLLECTIVES`, with rank 0 of a line as its root.
-    words : int
-        Elements of the array that the ranks of each line gather or sum.
+    The ranks of each line gather or sum an array of `words` elements by a `kind` of
+    `mm3d.grid.axis.COLLECTIVES`, with rank 0 of the line as its root.
     """
     into = [0] * (max(nodes) + 1)
     blocks = block_lengths(words, shape[axis])

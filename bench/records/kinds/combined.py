@@ -53,16 +53,10 @@ def slowed(record: Measurements) -> float:
 
 @dataclass(frozen=True)
 class CombinedRow:
-    """A row beside the others of its group.
-
-    Attributes
-    ----------
-    group : tuple of Measurements
-        All rows of the group, by their numbers.
-    """
+    """A row beside the others of its group."""
 
     record: Measurements
-    group: tuple[Measurements, ...]
+    group: tuple[Measurements, ...]    # all rows of the group, by their numbers
 
     @property
     def seconds(self) -> float:
@@ -74,12 +68,6 @@ class CombinedRow:
         """Return the seconds that were predicted before; NaN where nothing was."""
         found = self.record.raw.get("predicted")
         return float(found.values.sum()) if found else np.nan
-
-    @property
-    def foretold(self) -> float | str:
-        """Return `predicted`, or why nothing was."""
-        why = self.record.configuration.get("unpredicted")
-        return f"cannot tell: {why}" if why else self.predicted
 
     @property
     def is_predicted(self) -> bool:
@@ -103,10 +91,7 @@ class CombinedRow:
 
     @property
     def marks(self) -> str:
-        """Return "fastest" and "chosen", by the fastest measured and predicted of the group.
-
-        Nothing is chosen unless all rows are predicted.
-        """
+        """Return "fastest", measured, and "chosen", predicted, if all rows of the group are."""
         rows = rows_of_group(self.group)
         return ", ".join(
             [*["fastest"] * (self.seconds == min(one.seconds for one in rows)),
@@ -145,7 +130,9 @@ def group_heading(rows: Sequence[CombinedRow]) -> str:
 
 COLUMNS = [
     Column("mesh", align="<", of=lambda row: str(row.record.configuration["mesh"])),
-    Column("predicted", "before", "seconds of a step", of=lambda row: row.foretold, form=".3f"),
+    Column("predicted", "before", "seconds of a step", form=".3f", of=lambda row: (
+        f"cannot tell: {why}" if (why := row.record.configuration.get("unpredicted"))
+        else row.predicted)),
     *spread(lambda row: row.record.values("seconds"), ".3f", "seconds of a step",
             ("measured", "low", "high")),
     Column("error of", "prediction", of=lambda row: row.error, form="+.0%")]

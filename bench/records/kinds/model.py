@@ -94,18 +94,7 @@ def derive(record: Measurements) -> Derived:
 
 def expected_words(scheme: str, grid: GridShape, sizes: ModelSizes, variant: Variant,
                    recompute: str, directions: tuple[str, ...] | None = None) -> np.ndarray:
-    """Compute the words of one step in closed form, as `bench.records.model_run.Run` has them.
-
-    Parameters
-    ----------
-    directions : tuple of str, optional
-        The directions of the result; those of a new record unless given.
-
-    Returns
-    -------
-    ndarray of int64
-        Words, (phases, directions, collectives).
-    """
+    """Compute the words of one step in closed form, (phases, directions, collectives)."""
     directions = directions or model_run.directions_of(grid)
     forms = cost.words(scheme, grid, sizes, recompute, **variant.options(scheme))
     expected = np.zeros((len(PHASES), len(directions), len(COLLECTIVES)), np.int64)

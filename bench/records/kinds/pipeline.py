@@ -69,10 +69,7 @@ def derive(record: Measurements) -> Derived:
 
 
 def check_texts(run: Measurements) -> None:
-    """Check that the schedule can be kept, and has the ranks, actions and stages measured.
-
-    Raises ValueError when it cannot, or has others.
-    """
+    """Check that the schedule can be kept, and has the ranks, actions and stages measured."""
     schedule = named("configuration/schedule_text", parse_schedule,
                      str(run.configuration["schedule_text"]))
     named("configuration/schedule_text", check, schedule)
@@ -100,10 +97,7 @@ def bubble_rates(times: np.ndarray, schedule: Schedule) -> np.ndarray:
     As in a timeline, the cost is the longest time from a stage's first begin to its last end; the
     bubble is the cost less the mean time that stages spend in actions.
 
-    Parameters
-    ----------
-    times : ndarray
-        Seconds, (repetition, rank, action, begin and end); NaN beyond the actions of a rank.
+    `times`: seconds, (repetition, rank, action, begin and end); NaN beyond the actions of a rank.
     """
     found = stage_times(times, schedule.ranks)
     cost = (np.nanmax(found[..., 1], axis=2) - np.nanmin(found[..., 0], axis=2)).max(axis=1)
@@ -148,12 +142,7 @@ def overheads(times: np.ndarray, slept: np.ndarray, schedule: Schedule) -> np.nd
     It is the measured makespan less that of the clock, run without hops on the times that the
     waits really took, over the number of actions on the clock's critical path.
 
-    Parameters
-    ----------
-    times : ndarray
-        As in `bubble_rates`.
-    slept : ndarray
-        Mean seconds of F, B and W of a chunk, (repetition, rank, step).
+    `slept` has the mean seconds of F, B and W of a chunk, (repetition, rank, step).
     """
     found = []
     by_rank = slept.reshape(len(slept), schedule.ranks, -1, slept.shape[-1]).mean(axis=2)

@@ -89,25 +89,16 @@ def check_texts(run: Measurements) -> None:
 
 @dataclass(frozen=True)
 class SweptCurve:
-    """A plan at all rates of the links.
-
-    Attributes
-    ----------
-    seconds : ndarray
-        Seconds a sequence of whole steps, (links, repetitions); NaN beyond those of a link.
-    predicted, software : ndarray
-        Seconds a sequence that were predicted for each link, and those without links and waits.
-    work : float
-        Seconds a sequence that ranks wait for their work.
-    bound : ndarray
-        The share of a step that software may take at each link; NaN where there is no bound.
-    """
+    """A plan at all rates of the links."""
 
     plan: SweptPlan
+    # Seconds a sequence of whole steps, (links, repetitions); NaN beyond those of a link.
     seconds: np.ndarray
+    # Seconds a sequence that were predicted for each link, and those without links and waits.
     predicted: np.ndarray
     software: np.ndarray
-    work: float
+    work: float    # seconds a sequence that ranks wait for their work
+    # The share of a step that software may take at each link; NaN where there is no bound.
     bound: np.ndarray
 
     @property
@@ -161,12 +152,8 @@ def list_crossovers(record: Measurements, curves: Sequence[SweptCurve]) -> Itera
         tuple[float, SweptCurve, SweptCurve]]:
     """List the rates at which two plans of one batch cross.
 
-    Yields
-    ------
-    float
-        The rate in bit/s.
-    SweptCurve, SweptCurve
-        The plan that is faster at slower links, and the one that is faster from there on.
+    Yields the rate in bit/s, the plan that is faster at slower links, and the one that is faster
+    from there on.
     """
     links = read_links(record)
     for at, one in enumerate(curves):
@@ -208,8 +195,9 @@ def tables(records: Sequence[Measurements]) -> list[Part]:
     parts: list[Part] = []
     for record in records:
         curves, links = read_curves(record), range(len(record.scales["link"]))
-        hidden = [SweptMoment(record, one, at, whole) for whole, one in with_overlap(curves)
-                  for at in links]
+        plain = {one.plan: one for one in curves if not one.plan.overlap}
+        hidden = [SweptMoment(record, one, at, whole) for one in curves if one.plan.overlap
+                  if (whole := plain.get(replace(one.plan, overlap=0))) for at in links]
         parts += [
             make_table(sweep_heading(record), _seconds(record), curves),
             *([make_table(f"{sweep_heading(record)}: what overlap hides", HIDDEN, hidden)]
@@ -226,15 +214,6 @@ def sweep_heading(record: Measurements) -> str:
     return (f"{HEADINGS[str(record.configuration['table'])]}, "
             f"{counted(int(record.configuration['layers']), 'layer')}: emulated cluster, "
             f"{cluster.nodes} nodes x {cluster.ranks} ranks, links of several rates; {MODELLED}")
-
-
-def with_overlap(curves: Sequence[SweptCurve]) -> Iterator[tuple[SweptCurve, SweptCurve]]:
-    """List plans with overlap, each after the same plan without."""
-    plain = {one.plan: one for one in curves}
-    for one in curves:
-        whole = plain.get(replace(one.plan, overlap=0))
-        if whole is not None and whole is not one:
-            yield whole, one
 
 
 @dataclass(frozen=True)

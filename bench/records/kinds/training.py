@@ -46,8 +46,7 @@ def derive(record: Measurements) -> Derived:
 
 
 def tokens_per_second(tokens: int, seconds: np.ndarray) -> float:
-    """Compute tokens per second from the median step, without the first of several; NaN for none.
-    """
+    """Compute tokens per second from the median step, without the first of several, or NaN."""
     counted = seconds[1:] if len(seconds) > 1 else seconds
     return tokens / float(np.median(counted)) if len(counted) else np.nan
 

@@ -1,24 +1,28 @@
-"""Draw figures against ranks: step time, speed-up and efficiency, words, memory."""
+"""Draw figures against ranks: step time, speed-up and efficiency, words; and share their style."""
 
+import itertools
 import textwrap
+from typing import Any
 
-from bench.cases.paper import HEADINGS, PAPER, Row, load_tables, title
+from bench.cases.paper import HEADINGS, PAPER, TITLES, Row, load_tables, title
 from bench.cases.selection import select_rows
 from bench.cases.variants import recorded_variant
-from bench.records import model_run
-from bench.records.folder import Results
+from bench.records.folder import Results, most_oversubscribed, share_cores
 from bench.records.model_run import Run
 from bench.records.notes import words_note
-from bench.reports import merit
-from bench.reports.figures.by_scheme import (FigurePoint, TICKS, draw_closed_form, draw_intervals,
-                                             draw_line, make_rank_figure, own_grid, write_caption)
-from bench.reports.figures.style import add_legends, label_plainly, start_at_zero
-from bench.reports.paper_tables import measured_average
+from bench.reports import emulated, merit
+from bench.reports.figures.style import (CYCLE, add_legends, draw_bar, label_plainly, make_figure,
+                                         start_at_zero)
 from bench.statistics import Interval, median_interval
 from mm3d import ModelSizes
 from mm3d.grid.shape import GridShape
 from mm3d.model import cost
 from mm3d.schemes import registry
+
+STYLES = dict(zip(TITLES, itertools.cycle(CYCLE)))    # the paper's schemes have the first
+ASIDE = (-1, 0, 1, -2, 2, -3, 3, -4)    # horizontal shifts of the schemes' intervals
+TICKS = (8, 16, 36, 64)
+FigurePoint = tuple[int, float]
 
 
 def draw_step_times(results: Results):
@@ -129,17 +133,17 @@ def measured_runs(results: Results, rows: list[Row]) -> list[Run]:
 
 def step_time_interval(run: Run) -> Interval:
     """Compute the median average step time of whole steps, and its 95 % confidence interval."""
-    return median_interval(model_run.step_times(run.times, run.configuration["batch"]))
+    return median_interval(run.steps / run.batch)
 
 
 def step_rate(run: Run) -> float:
     """Compute the useful operations a second of all ranks."""
-    return rate_of_time(run, measured_average(run))
+    return rate_of_time(run, run.average)
 
 
 def rate_of_time(run: Run, average: float) -> float:
     """Compute the useful operations a second at an average step time of `average` seconds."""
-    return int(run.values("flops")) / (average * run.configuration["batch"])
+    return int(run.values("flops")) / (average * run.batch)
 
 
 def paper_rate(row: Row) -> float:
@@ -160,7 +164,7 @@ def relative_rates(points: list[FigurePoint], whole: bool) -> list[FigurePoint]:
 
 def counted_words(run: Run) -> float:
     """Count the words of a step for each sequence, the mean over ranks."""
-    return run.traffic["words"].sum() / run.ranks / run.configuration["batch"]
+    return run.traffic["words"].sum() / run.ranks / run.batch
 
 
 def closed_form_points(runs: list[Run], table: str) -> list[FigurePoint]:
@@ -168,8 +172,7 @@ def closed_form_points(runs: list[Run], table: str) -> list[FigurePoint]:
 
     Points between are for the paper's schemes only, whose grids are all of one kind.
     """
-    points = {run.ranks: run.expected_words.sum() / run.ranks / run.configuration["batch"]
-              for run in runs}
+    points = {run.ranks: run.expected_words.sum() / run.ranks / run.batch for run in runs}
     if table == "strong" and runs and runs[-1].configuration["scheme"] in PAPER:
         chosen = runs[-1].configuration
         sizes = ModelSizes.from_settings(chosen)
@@ -186,3 +189,77 @@ def grids_between(scheme: str) -> list[GridShape]:
     known = registry().get(scheme)
     ranks = range(TICKS[0], TICKS[-1] + 1) if known else ()
     return [grid for count in ranks if (grid := own_grid(known, count)) is not None]
+
+
+def scheme_style(scheme: str) -> tuple[str, str]:
+    """Return colour and marker of `scheme`; grey dots if it is unknown."""
+    return STYLES.get(scheme, ("grey", "."))
+
+
+def scheme_label(scheme: str) -> str:
+    """Return the legend title of `scheme`, which says if it is not published."""
+    return title(scheme) + ", not published" * (scheme not in PAPER)
+
+
+def own_grid(algorithm: Any, ranks: int) -> GridShape | None:
+    """Return the grid that a scheme or product chooses for so many ranks; None without one."""
+    try:
+        return algorithm.grid_shape(algorithm.default_grid(ranks))
+    except ValueError:
+        return None
+
+
+def make_rank_figure(rows: int, columns: int, size: tuple[float, float], heading: str):
+    """Make a figure with the paper's numbers of ranks along its panels."""
+    figure, panels = make_figure(rows, columns, size, heading)
+    for panel in panels.flat:
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(TICKS, [str(tick) for tick in TICKS])
+        panel.minorticks_off()
+        panel.set_xlim(TICKS[0] / 1.25, TICKS[-1] * 1.25)
+    return figure, panels
+
+
+def draw_line(panel, scheme: str, points: list[FigurePoint], **how) -> None:
+    """Draw the points of a scheme, joined."""
+    colour, marker = scheme_style(scheme)
+    if points:
+        panel.plot(*zip(*sorted(points)), **{"marker": marker, "color": colour,
+                                             "label": scheme_label(scheme)} | how)
+
+
+def draw_intervals(panel, scheme: str, points: list[tuple[int, float, float]]) -> None:
+    """Draw the intervals of a scheme at numbers of ranks, slightly aside from other schemes."""
+    aside = 1.035 ** dict(zip(STYLES, itertools.cycle(ASIDE))).get(scheme, 0)
+    for ranks, *bounds in points:
+        draw_bar(panel, ranks * aside, bounds, scheme_style(scheme)[0])
+
+
+def draw_closed_form(panel, scheme: str, points: list[FigurePoint]) -> None:
+    """Draw the closed form of a scheme, joined; dashes where grids may be of different shapes."""
+    joined = len(points) > 1 and scheme in PAPER
+    draw_line(panel, scheme, points, alpha=0.6, label="_closed form", markersize=16,
+              marker="" if joined else "_", linestyle="-" if joined else "")
+
+
+def write_caption(figure, results: Results, *remarks: str) -> None:
+    """Write remarks below the panels, and a warning if ranks outnumbered cores or waited."""
+    lines = list(remarks)
+    runs = list(results.runs.values())
+    inside, others = emulated.emulated_runs(runs), emulated.other_runs(runs)
+    if inside:
+        crowd = most_oversubscribed(inside)
+        lines.append(f"Measured in an {emulated.describe_clusters(inside)}"
+                     + (f", whose ranks {share_cores(crowd)}." if crowd else "."))
+    crowd = most_oversubscribed(others)
+    if crowd:
+        some = f"{len(others)} of {len(runs)} rows measured" if inside else "Measured"
+        lines.append(f"{some} with up to {crowd.ranks} ranks on {crowd.environment['cores']} "
+                     f"cores, " + ("which they share for all that is not waited for."
+                                   if results.variant.waits else
+                                   "which take turns: not scaling results."))
+    if results.variant.waits:
+        lines.append("Ranks wait for the modelled seconds of their work; only collectives are "
+                     "real.")
+    if lines:
+        figure.supxlabel("\n".join(lines))

@@ -1,18 +1,19 @@
-"""Draw emulated rows beside published ones: seconds and words against ranks."""
+"""Draw emulated rows beside published ones: against ranks, and their speed-ups for a talk."""
 
 import math
 from collections.abc import Callable, Sequence
 
 from bench.cases.paper import HEADINGS, PROPOSED, title
 from bench.records.folder import Results
-from bench.reports import emulated, speed_ups
-from bench.reports.emulated_rows import Emulated
-from bench.reports.emulated_tables import STAR, emulated_rows, group_rows
-from bench.reports.figures.against_ranks import counted_words
-from bench.reports.figures.by_scheme import (FigurePoint, TICKS, draw_intervals, draw_line,
-                                             make_rank_figure)
+from bench.reports import certainty, emulated
+from bench.reports.emulated import Emulated
+from bench.reports.emulated_tables import (STAR, ComparedRows, compared, emulated_rows,
+                                           group_rows)
+from bench.reports.figures.against_ranks import (TICKS, FigurePoint, counted_words, draw_intervals,
+                                                 draw_line, make_rank_figure, scheme_style)
 from bench.reports.figures.labels import Label, place_labels
-from bench.reports.figures.style import NoFigure, label_handles, label_plainly
+from bench.reports.figures.style import (LIGHT_GREY, NoFigure, label_handles, label_plainly,
+                                         make_figure)
 
 # Read from the last row of a room: larger than the figures of a report.
 LARGE = {"font.size": 14, "axes.titlesize": 16, "axes.labelsize": 14, "xtick.labelsize": 13,
@@ -24,13 +25,16 @@ ASIDE, LETTER = 10, 4.1    # points: of a label from its marker, and half the wi
 ROOM = 2.6    # factor by which the ranks' axis extends beyond the most ranks, for labels
 MARKS = (1, 1.5, 2, 3, 5, 7)    # of an axis, in each decade
 MARGIN = 1.12    # factor by which an axis extends above and below the data
+# Of a talk: one message on 16:9, in larger letters.
+FOR_A_TALK = {"font.size": 22, "axes.titlesize": 22, "axes.labelsize": 20, "xtick.labelsize": 20,
+              "ytick.labelsize": 22, "figure.titlesize": 32, "figure.titleweight": "bold",
+              "legend.fontsize": 20}
+REMARK = 15    # points
+HEIGHT, GAP = 0.4, 0.9    # of a bar, and between tables
 
 
 def comparable_rows(results: Results) -> list[Emulated]:
-    """Return the emulated rows of results, of one cluster, machine and scale.
-
-    Raises NoFigure when rows were emulated on several clusters, machines or scales.
-    """
+    """Return the emulated rows; NoFigure if they are of several clusters, machines or scales."""
     groups = group_rows(emulated_rows(results))
     if len(groups) != 1:
         raise NoFigure(f"rows were emulated on {len(groups)} clusters, machines or scales: one "
@@ -87,10 +91,7 @@ def _published(panel, rows: Sequence[Emulated]) -> list[FigurePoint]:
 
 
 def _emulated(panel, rows: Sequence[Emulated]) -> list[FigurePoint]:
-    """Draw a scheme's emulated seconds a sequence with their intervals; return the points.
-
-    Markers are open where software takes more than its allowed share of a step.
-    """
+    """Draw a scheme's emulated seconds a sequence, open where software is above its bound."""
     if rows:
         draw_intervals(panel, rows[0].row.scheme, [(one.row.gpus, *one.interval) for one in rows])
     points = _line(panel, rows, lambda one: one.average)
@@ -115,10 +116,7 @@ def _line(panel, rows: Sequence[Emulated],
 
 def _multiples(panel, found: dict[str, list[FigurePoint]],
                rows: Sequence[Emulated]) -> list[Label]:
-    """Label the points at the most ranks with multiples of 3-D's, as the tables have them.
-
-    The runs of `rows` are compared; if there are none, the points are.
-    """
+    """Label the points at the most ranks with multiples of 3-D's, of the runs of `rows` if any."""
     ranks, base = max(found.get(PROPOSED, [(0, math.nan)]))
     runs = {one.row.scheme: one for one in rows if one.row.gpus == ranks}
     labels = []
@@ -129,7 +127,7 @@ def _multiples(panel, found: dict[str, list[FigurePoint]],
         ratio, mark = value / base, ""
         if runs:
             pair = runs[scheme], runs[PROPOSED]
-            ratio = speed_ups.speed_up(*(one.averages for one in pair)).ratio
+            ratio = certainty.speed_up(*(one.averages for one in pair)).ratio
             mark = STAR * (not all(one.quotable for one in pair))
         text = f"{title(scheme)}{f' {ratio:.1f}x{mark}' * (scheme != PROPOSED)}"
         middle = ASIDE + LETTER * len(text)
@@ -182,3 +180,78 @@ def _batches(rows: Sequence[Emulated]) -> str:
             f"{title(scheme)} {' to '.join(map(str, dict.fromkeys((own[0], own[-1]))))}"
             for scheme, own in sizes.items())] * bool(sizes)
     return "; ".join(found)
+
+
+def draw_talk(results: Results):
+    """Draw the seconds of other schemes as multiples of 3-D's; the title is what they show.
+
+    Raises NoFigure as in `comparable_rows`, and without a speed-up.
+    """
+    from matplotlib import rc_context
+    from matplotlib.patches import Patch
+    rows = comparable_rows(results)
+    found = compared_on_most(rows)
+    if not found:
+        raise NoFigure("no speed-up was measured: rows of 3-D beside others would do")
+    own = scheme_style(PROPOSED)[0]
+    with rc_context(FOR_A_TALK):
+        figure, ((panel,),) = make_figure(1, 1, (16, 9), message(found))
+        place, places = 0.0, []
+        for number, one in enumerate(found):
+            table = one.slow.row.table
+            place += GAP * (number > 0 and table != found[number - 1].slow.row.table)
+            places.append(place)
+            bars = [(one.found.ratio, STAR * (not one.quotable), own)]
+            if not math.isnan(one.published):
+                bars.insert(0, (one.published, "", LIGHT_GREY))
+            for bar, (value, mark, colour) in enumerate(bars):
+                at = place + HEIGHT * (bar - (len(bars) - 1) / 2)
+                panel.barh(at, value, HEIGHT, color=colour)
+                panel.text(value + 0.03, at, f"{value:.2f}{mark}", va="center", color=DARK)
+            place += 1.0
+        panel.axvline(1, color=DARK, linewidth=2)
+        panel.set_yticks(places, [
+            f"{one.slow.row.table}: {one.over}{', equal batch' * bool(one.like)}"
+            for one in found])
+        panel.set(xlabel="times the seconds a sequence of 3-D (line: 1)",
+                  xlim=(0, 1.12 * max(value for one in found for value in (
+                      one.published, one.found.ratio) if not math.isnan(value))))
+        panel.invert_yaxis()
+        panel.grid(visible=False, axis="y")
+        panel.legend(handles=[Patch(color=LIGHT_GREY, label="published, GPUs"),
+                              Patch(color=own, label="emulated, ranks")], loc="lower right")
+        where = rows[0].cluster.describe() if rows[0].cluster else "emulated"
+        figure.supxlabel(f"Emulated: real messages on an {where}; modelled arithmetic of "
+                         f"{rows[0].machine}. Batches as published, unless equal."
+                         + f" {STAR} not to be quoted" * any(not one.quotable for one in found),
+                         fontsize=REMARK, color=DARK)
+    return figure
+
+
+def compared_on_most(rows: Sequence[Emulated]) -> list[ComparedRows]:
+    """Return the speed-ups on the most ranks of each table.
+
+    Of equal batches those of the other scheme stand for both: 3-D gains by its own, larger ones.
+    """
+    found = []
+    for table in HEADINGS:
+        pairs = list(compared([one for one in rows if one.row.table == table]))
+        most = max((one.slow.row.gpus for one in pairs), default=0)
+        found += [one for one in pairs if one.slow.row.gpus == most and one.like != PROPOSED]
+    return found
+
+
+def message(found: Sequence[ComparedRows]) -> str:
+    """Say over which schemes 3-D is faster: where all intervals are above 1, and may be quoted."""
+    ranks = max(one.slow.row.gpus for one in found)
+    schemes: dict[str, list[ComparedRows]] = {}
+    for one in found:
+        schemes.setdefault(one.over, []).append(one)
+    faster = [name for name, own in schemes.items()
+              if all(one.quotable and one.found.low > 1 for one in own)]
+    published = all(one.published > 1 for name in faster for one in schemes[name]
+                    if not math.isnan(one.published))
+    if not faster:
+        return f"{title(PROPOSED)} beside other schemes on {ranks} ranks"
+    return (f"On {ranks} ranks 3-D is faster than {' and '.join(faster)}"
+            + ", as published" * published)

@@ -39,7 +39,7 @@ EMULATED = {"scaling": ("emulation.draw_emulated", (
     "Seconds a sequence against ranks, weak and strong scaling, published beside emulated, and "
     "the words that a rank sends.")), **dict(itertools.islice(FIGURES.items(), 2, None))}
 # For a talk: one message, in large letters.
-TALK = {"talk": ("talk.draw_talk", (
+TALK = {"talk": ("emulation.draw_talk", (
     "Speed-ups of 3-D on the most ranks, published beside emulated."))}
 # The figures of microbenchmarks, by kind.
 MEASURED = {"products": {
@@ -64,7 +64,7 @@ def _by_name(place: str, subject: object) -> Any:
 def make_drawings(found: FolderContents) -> Iterator[Drawing]:
     """List every figure of a folder."""
     return itertools.chain(make_row_drawings(found), make_measured_drawings(found.measurements),
-                           _by_name("combined.make_combined_drawings", found.measurements),
+                           _by_name("training.make_combined_drawings", found.measurements),
                            _by_name("link_sweep.make_sweep_drawings", [
                                *found.measurements, *swept_rates(found.rows)]))
 
@@ -105,15 +105,9 @@ def draw_figures(found: FolderContents, formats: Sequence[str] = ("png",),
                  names: str = "", talk: bool = False) -> tuple[list[Path], list[NoFigure]]:
     """Draw the figures of every preset in a folder of results into that folder.
 
-    Parameters
-    ----------
-    names : str
-        Beginnings of the names of figures, with commas between; "" draws all.
+    Of `names`, with commas between, each is the beginning of those of figures; "" draws all.
 
-    Returns
-    -------
-    list of Path, list of NoFigure
-        The files, and the figures that are not drawn, with reasons.
+    Returns the files, and the figures that are not drawn, with reasons.
 
     Raises UsageError when no figure has a name with one of these beginnings.
     """
@@ -127,7 +121,7 @@ def draw_figures(found: FolderContents, formats: Sequence[str] = ("png",),
 def draw_trace_file(path: Path, formats: Sequence[str] = ("png",),
                     names: str = "") -> tuple[list[Path], list[NoFigure]]:
     """Draw a trace, the file of ``--trace``, beside it; otherwise as `draw_figures`."""
-    return _draw_named([_by_name("trace.trace_drawing", path)], path.parent, formats, names)
+    return _draw_named([_by_name("time_shares.trace_drawing", path)], path.parent, formats, names)
 
 
 def _draw_named(drawings: Iterable[Drawing], folder: Path, formats: Sequence[str],

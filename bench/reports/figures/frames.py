@@ -1,8 +1,10 @@
-"""Draw boxes, texts and arrows into a frame of a story, 16 units wide and 9 high."""
+"""Draw a product or a layer on all ranks, a frame a step, 16 units wide and 9 high."""
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from pathlib import Path
+from typing import Any, Iterator
 
 from bench.reports.figures import style
 
@@ -18,18 +20,11 @@ PALER = 0.55    # share of white, so that dark letters are read on all colours
 
 @dataclass(frozen=True)
 class Moment:
-    """Name a moment of a story.
+    """A moment of a story."""
 
-    Attributes
-    ----------
-    step : int
-        Number of the step, -1 before the first.
-    progress : float or None
-        How far the blocks have travelled, 0 to 1; None for a still picture, in which they have
-        arrived, with arrows where they came from.
-    """
-
-    step: int
+    step: int    # number of the step, -1 before the first
+    # How far the blocks have travelled, 0 to 1; None for a still picture, in which they have
+    # arrived, with arrows where they came from.
     progress: float | None = None
 
 
@@ -81,3 +76,44 @@ class Pen:
         vertical = start[0] == end[0]
         self.text(end[0] + (0 if vertical else 0.2), end[1] - (0.22 if vertical else 0), name,
                   14 if bold else 11, INK if bold else FAINT, weight="bold" if bold else "normal")
+
+
+STILL, FLIGHT, HOPS = 1300, 100, 5    # milliseconds of a frame at rest and in motion; frames of it
+STRIP_INCHES = 8.0    # of a frame's width
+
+
+def draw_story(path: str | Path, frames: Any) -> Path:
+    """Draw all frames of `RankPanels` or `LayerParts`: a .gif that moves, else one picture.
+
+    Raises UsageError when the name has another ending; NotDrawn when it cannot be drawn.
+    """
+    style.check_picture(path, moving=True)
+    if Path(path).suffix == ".gif":
+        return style.save_animation(path, [
+            (partial(_figure, frames, [moment], INCHES), duration)
+            for moment, duration in _moments(frames)])
+    moments = [Moment(number) for number in range(frames.first, len(frames.moving))]
+    return style.save_picture(path, partial(_figure, frames, moments, STRIP_INCHES), dpi=100)
+
+
+def _moments(frames: Any) -> Iterator[tuple[Moment, int]]:
+    """Iterate over the moments of a moving picture, and their milliseconds."""
+    for number in range(frames.first, len(frames.moving)):
+        if number >= 0 and frames.moving[number]:
+            yield Moment(number, 0.0), STILL
+            yield from ((Moment(number, hop / (HOPS + 1)), FLIGHT) for hop in range(1, HOPS + 1))
+        yield Moment(number, 1.0), STILL
+    yield Moment(len(frames.moving) - 1, 1.0), STILL
+
+
+def _figure(frames: Any, moments: list[Moment], width: float) -> Any:
+    """Make a figure of frames that are `width` inches wide, two beside each other if several."""
+    from matplotlib.figure import Figure
+    columns = min(2, len(moments))
+    rows = math.ceil(len(moments) / columns)
+    figure = Figure(figsize=(columns * width, rows * width * HEIGHT / WIDTH))
+    for number, moment in enumerate(moments):
+        row, column = divmod(number, columns)
+        axes = figure.add_axes((column / columns, 1 - (row + 1) / rows, 1 / columns, 1 / rows))
+        frames.draw(axes, moment, width / INCHES)
+    return figure

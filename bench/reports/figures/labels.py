@@ -33,16 +33,8 @@ def place_labels(figure, labels: Sequence[Label], markers: Sequence[tuple[object
                  size: float = 7) -> None:
     """Write labels, after all else is drawn and the panels have their limits.
 
-    Parameters
-    ----------
-    labels : sequence of Label
-        The labels, in the order in which they choose places.
-    markers : sequence of (panel, x, y)
-        Markers to leave free.
-    lines : sequence of (panel, left, right, y)
-        Horizontal lines to leave free.
-    size : float
-        Size of letters and markers in points.
+    Labels choose places in their order.  To be left free are `markers`, (panel, x, y), of the
+    letters' `size` in points, and horizontal `lines`, (panel, left, right, y).
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     renderer = FigureCanvasAgg(figure).get_renderer()

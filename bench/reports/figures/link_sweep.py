@@ -37,10 +37,7 @@ def group_sweeps(records: Sequence[Measurements]) -> list[list[Measurements]]:
 
 
 def picture_name(records: Sequence[Measurements]) -> str:
-    """Name the picture of sweeps by tables, ranks, preset, variant and recomputation.
-
-    The name leaves out that ranks wait for their work, as in all sweeps.
-    """
+    """Name the picture of sweeps; all of them wait for their work, which is left out."""
     chosen = records[0].configuration
     tables = "-".join(str(record.configuration["table"]) for record in records)
     variant = replace(recorded_variant(chosen), work="compute")

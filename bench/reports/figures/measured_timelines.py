@@ -47,10 +47,7 @@ class MeasuredTimeline(Timeline):
 
 
 def measured_timeline(schedule: Schedule, times: np.ndarray, like: Timeline) -> MeasuredTimeline:
-    """Return the repetition with the median bubble as a timeline, in seconds.
-
-    It keeps the times of steps of the clock's timeline, `like`.
-    """
+    """Return the repetition with the median bubble, with the clock's, `like`, times of steps."""
     rates = bubble_rates(times, schedule)
     middle = int(np.argsort(rates)[len(rates) // 2])
     found = stage_times(times, schedule.ranks)[middle]

@@ -7,7 +7,7 @@ import numpy as np
 
 from bench.records.kinds.products import closed_form_words, record_grids
 from bench.records.measurements import Measurements
-from bench.reports.figures import by_scheme, style
+from bench.reports.figures import against_ranks, style
 from mm3d.grid.grid import Grid
 from mm3d.grid.shape import GridShape
 from mm3d.model import cost
@@ -142,7 +142,7 @@ def _label_axes(panel, across: str) -> None:
 def _larger_grids() -> Iterator[tuple[str, GridShape]]:
     """List grids of `LARGER` ranks: each algorithm's default, and `LAYERED` with other layers."""
     for name, cls in algorithms_with_products().items():
-        if (sizes := by_scheme.own_grid(cls, LARGER)) is None:
+        if (sizes := against_ranks.own_grid(cls, LARGER)) is None:
             continue
         yield name, sizes
         for layers in (1, 4):
@@ -152,10 +152,7 @@ def _larger_grids() -> Iterator[tuple[str, GridShape]]:
 
 
 def _modelled(name: str, form: str, sizes: GridShape, shape: MatrixShape) -> tuple[float, float]:
-    """Return the peak memory of a rank in words, and the mean words that a rank moves.
-
-    The memory is the greater of the first and the last rank's.
-    """
+    """Return the peak words of the first and last rank, and the mean words that a rank moves."""
     memory = max(_peak_bytes(name, form, sizes, shape, rank)
                  for rank in (0, sizes.ranks - 1)) / 4
     return memory, closed_form_words(name, form, sizes, shape) / sizes.ranks
@@ -179,14 +176,14 @@ def _peak_bytes(name: str, form: str, sizes: GridShape, shape: MatrixShape, rank
 
 def _default_words(name: str, form: str, shape: MatrixShape, ranks: int) -> float:
     """Return the closed form on an algorithm's default grid; NaN without such grid or form."""
-    sizes = by_scheme.own_grid(algorithms_with_products()[name], ranks)
+    sizes = against_ranks.own_grid(algorithms_with_products()[name], ranks)
     return math.nan if sizes is None else closed_form_words(name, form, sizes, shape)
 
 
 def _styles() -> dict[str, tuple[str, str]]:
     """Return colour and marker of every product: the paper's schemes as in other figures."""
     names = list(algorithms_with_products())
-    known = {name: by_scheme.STYLES[name] for name in names if name in by_scheme.STYLES}
+    known = {name: against_ranks.STYLES[name] for name in names if name in against_ranks.STYLES}
     free = [one for one in style.CYCLE if one not in known.values()]
     more = [("#882255", "<"), ("#44AA99", ">"), ("#999933", "h"), (style.DARK_GREY, "p")]
     others = [name for name in names if name not in known]

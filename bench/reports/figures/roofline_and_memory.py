@@ -9,14 +9,12 @@ from bench.cases.paper import HEADINGS
 from bench.records.folder import Results
 from bench.records.model_run import Run
 from bench.reports import merit, time_parts
-from bench.reports.figures.against_ranks import measured_runs, step_rate
-from bench.reports.figures.by_scheme import (FigurePoint, draw_closed_form, draw_line,
-                                             make_rank_figure, scheme_label, scheme_style,
-                                             write_caption)
+from bench.reports.figures.against_ranks import (FigurePoint, draw_closed_form, draw_line,
+                                                 make_rank_figure, measured_runs, scheme_label,
+                                                 scheme_style, step_rate, write_caption)
 from bench.reports.figures.labels import Label, places_beside, place_labels
 from bench.reports.figures.style import (NoFigure, add_legends, label_plainly, make_figure,
                                          start_at_zero)
-from bench.reports.merit_rows import most_bytes
 
 NOT_RECORDED = "no run that is shown has recorded"
 WORKERS = ("alone", "together")    # one rank while the others sleep, or all ranks
@@ -68,10 +66,7 @@ def draw_roofline(results: Results):
 
 
 def roofline_point(run: Run) -> tuple[float, float, float] | None:
-    """Return flops a byte, and the GFLOP/s of a rank in products and in the whole step.
-
-    None if they were not recorded.
-    """
+    """Return flops a byte, and GFLOP/s of a rank in products and in the step; None if unknown."""
     lie = merit.roofline_points(run)
     if lie is None or not all(machine_rates(run, who)[0] > 0 for who in WORKERS):
         return None
@@ -80,10 +75,7 @@ def roofline_point(run: Run) -> tuple[float, float, float] | None:
 
 
 def machine_rates(run: Run, who: str) -> tuple[float, float]:
-    """Read the peak operations and bytes a second of a rank; `who` is one of `WORKERS`.
-
-    NaN if they are unknown.
-    """
+    """Read peak operations and bytes a second of a rank, of one of `WORKERS`; NaN if unknown."""
     return tuple(time_parts.machine_rate(run, f"{name}_{who}") for name in ("gemm", "memory"))
 
 
@@ -155,5 +147,6 @@ def draw_memory(results: Results):
 
 def _mebibytes(runs: list[Run], names: Iterable[str]) -> list[FigurePoint]:
     """Sum variables by number of ranks, each of the rank that has the most of it."""
-    points = [(run.ranks, sum(most_bytes(run, name) for name in names) / 2 ** 20) for run in runs]
+    points = [(run.ranks, sum(run.most("memory", name) for name in names) / 2 ** 20)
+              for run in runs]
     return [point for point in points if math.isfinite(point[1])]

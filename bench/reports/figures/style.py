@@ -53,14 +53,8 @@ def figure_style() -> Iterator[None]:
 def draw_image(make: Callable[[], Any], form: str, **options: Any) -> bytes:
     """Make a figure and return it as the content of a file.
 
-    Parameters
-    ----------
-    make : callable
-        Makes a matplotlib figure.
-    form : str
-        The format, one of `METADATA`.
-    **options
-        Arguments of ``Figure.savefig``.
+    `make` makes a matplotlib figure, `form` is one of `METADATA`, and `options` are arguments of
+    ``Figure.savefig``.
 
     Raises NoFigure when results are missing; NotDrawn when matplotlib or the system fails.  Errors
     of `make`, which are errors of the program, stay what they are.
@@ -112,10 +106,7 @@ def save_animation(path: str | os.PathLike,
                    frames: Iterable[tuple[Callable[[], Any], int]]) -> Path:
     """Draw a picture that moves, a GIF of 48 colours, into a file; return the file.
 
-    Parameters
-    ----------
-    frames : iterable of (callable, int)
-        Functions that make the figure of each frame, and the milliseconds that it is shown.
+    Frames are functions that make their figures, and the milliseconds that each is shown.
 
     Errors are those of `save_picture`.
     """
@@ -136,10 +127,7 @@ def save_animation(path: str | os.PathLike,
 
 
 def check_picture(path: str | os.PathLike, moving: bool = False) -> None:
-    """Check the name of a picture; UsageError when its ending is no format of pictures.
-
-    A `moving` one may be a .gif.
-    """
+    """Check that the ending of a picture's name is a format, of one that is `moving` or not."""
     forms = [*METADATA, *["gif"] * moving]
     if Path(path).suffix[1:] not in forms:
         raise UsageError(f"{path}: a picture's name ends in "
@@ -155,10 +143,7 @@ def make_figure(rows: int, columns: int, size: tuple[float, float], heading: str
 
 
 def start_at_zero(panel) -> None:
-    """Start the vertical axis at zero, with room above for the markers.
-
-    It ends at one if all points are zero.
-    """
+    """Start the vertical axis at zero, with room for markers; end it at one for zeros alone."""
     top = max((max(drawn.get_ydata()) for drawn in panel.lines if len(drawn.get_ydata())),
               default=1.0)
     panel.set_ylim(0, 1.06 * top or 1.0)
@@ -186,10 +171,7 @@ def label_handles(panels) -> dict[str, Any]:
 
 
 def add_legends(figure, panels) -> None:
-    """Draw the legend of every panel, or a long one once, beside them.
-
-    A panel without lines has a text that there are no results.
-    """
+    """Draw the legend of every panel, or a long one once, beside them; say "no results"."""
     panels = list(panels)
     found = label_handles(panels)
     for panel in panels:
@@ -223,10 +205,7 @@ def label_powers(axis, base: int = 10) -> None:
 
 
 def draw_pictures(draws: Iterable[Callable[[], Path]]) -> int:
-    """Draw pictures and print the path of each, or why it is not drawn; 1 if one is not, else 0.
-
-    Each of `draws` returns the path, or raises `NoFigure`.
-    """
+    """Draw pictures and print their paths, or why one is not drawn (`NoFigure`): then return 1."""
     status = 0
     for draw in draws:
         try:
@@ -248,21 +227,11 @@ def report_drawn(files: Iterable[Path], left_out: Sequence[NoFigure]) -> int:
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure that can be drawn.
+    """A figure that can be drawn."""
 
-    Attributes
-    ----------
-    name : str
-        The name, such as "roofline-laptop".
-    about : str
-        The description of the figure.
-    make : callable
-        Makes the matplotlib figure; raises `NoFigure` for want of results.
-    """
-
-    name: str
-    about: str
-    make: Callable[[], Any]
+    name: str    # such as "roofline-laptop"
+    about: str    # the description of the figure
+    make: Callable[[], Any]    # makes the matplotlib figure; raises `NoFigure` for want of results
 
 
 def draw_each(drawings: Iterable[Drawing], draw: Callable[[Drawing], Iterable[Any]]) -> tuple[

@@ -1,11 +1,13 @@
-"""Make the table of where X x Y x Z is faster than 1 x t x 1, over GPUs and rates of links."""
+"""Make the tables of where X x Y x Z is faster than 1 x t x 1, and which way of a context is."""
 
 import math
 from typing import Sequence
 
-from bench.document import Column, Notes, Part, Table, number_cell
+from bench.document import Column, Notes, Part, Table, make_table, number_cell, spread
+from bench.prediction.meshes.context_ways import SCHEME, WAYS, ContextPlace
 from bench.prediction.meshes.kind_map import BOX, MESH_KINDS, MapPlace
 from bench.prediction.training_plans.choices import Choice, Training
+from bench.reports.plans.training_plans import GIB
 
 GB = 1e9
 
@@ -67,3 +69,54 @@ def map_remarks(asked: Training) -> list[str]:
             "layers are the model's own, with its grouped heads, gated units and experts",
             "seconds are estimates by closed forms, of all plans at each rate; predicted are the "
             "fastest by dry runs of a step, at the machine's own rate; none was measured"]
+
+
+def context_parts(asked: Training, places: Sequence[ContextPlace]) -> list[Part]:
+    """Make the table, say where each way wins, and what was assumed."""
+    def both(name: str, scale: float, form: str, group: str) -> list[Column]:
+        return spread(lambda one: [scale * getattr(one.ways[way], name) for way in WAYS], form,
+                      group, WAYS, align=".")
+    return [asked.machine.described,
+            f"{asked.gpt.name}, one layer, one sequence, {asked.dtype}, {SCHEME} in a grid",
+            make_table("Keys and values of a context gathered, or passed in a ring; milliseconds "
+                       "are predictions", [
+                           Column("tokens", of=lambda one: one.seq),
+                           Column("context", of=lambda one: one.ranks),
+                           Column("ranks", "of a grid", of=lambda one: one.places),
+                           Column("words of a rank", "closed form", align=".", form=",.0f",
+                                  of=lambda one: one.words),
+                           *both("words", 1, ",.0f", "counted"),
+                           *both("seconds", 1e3, ".4g", "ms, waiting"),
+                           Column("ring, ms", "if hidden", align=".",
+                                  of=lambda one: 1e3 * one.ways["ring"].hidden),
+                           *both("peak", 1 / GIB, ".3g", "GiB"),
+                           *(Column(*head, align="<", of=lambda one, k=k: winners(one)[k])
+                             for k, head in enumerate((
+                                 ("faster",), ("if hidden",), ("smaller",))))], places),
+            Notes("Remarks", [
+                "words: of keys and values of other ranks, forward and twice backward (again, and "
+                "their gradients): equal in both ways, so that what decides is latency, what can "
+                "be hidden, and memory",
+                "counted: by a dry run of the first rank; the closed form is the mean of all "
+                "ranks",
+                "milliseconds: of the layer, forward and backward, predicted and not measured; "
+                "the library waits for each block. If hidden: a ring whose blocks travel while "
+                "attention computes, as far as that takes as long, which the library does not do",
+                "a way is faster, or smaller, if it takes 1 % less at least; GiB: at the peak of "
+                "the first rank, by a dry run, parameters among it; of a ring most are scores "
+                "of all heads at once, of a chunk of queries with a chunk of keys, which its "
+                "backward holds on a GPU: attention to gathered keys holds none in 16 bits"])]
+
+
+def winners(one: ContextPlace) -> list[str]:
+    """Name the faster way, the faster if a ring is hidden, and the one that fills less."""
+    gather, ring = (one.ways[way] for way in WAYS)
+    return [_less(gather.seconds, ring.seconds), _less(gather.seconds, ring.hidden),
+            _less(gather.peak, ring.peak)]
+
+
+def _less(gather: float, ring: float) -> str:
+    """Name the way with the smaller number; "-" where they differ by less than 1 %."""
+    if abs(gather - ring) < .01 * max(gather, ring):
+        return "-"
+    return "gather" if gather < ring else "ring"

@@ -3,72 +3,71 @@
 import math
 from typing import Sequence
 
-from bench.document import Cell, Column, Notes, Part, Table, number_cell
+from bench.document import Column, Notes, Part, Table, make_table, spread
 from bench.prediction.machine_model import Machine
-from bench.prediction.meshes.rules_of_thumb import SIMPLE, Rule, Rules, Tested
+from bench.prediction.meshes.rules_of_thumb import SIMPLE, Rules, Tested
 from bench.prediction.pipelines.training_step import SHARES
 from bench.prediction.training_plans.choices import FEW_GPUS
 from bench.prediction.training_plans.search import DOUBT, TrainingPlan
-from bench.reports.plans.training_plans import (BOTTLENECKS, GIB, choice_cells, choice_columns,
+from bench.reports.plans.training_plans import (BOTTLENECKS, GIB, choice_columns, share_columns,
                                                 step_rates)
 
 
 def rule_parts(rules: Rules, machine: Machine, found: Sequence[Sequence[Tested]]) -> list[Part]:
     """Make all tables and notes; of the plans of a rule the planner's own is the last."""
-    return [machine.described, _rule_table(rules, found), _plan_table(found),
-            _share_table(found), *_problems(found), _remarks(rules)]
+    shares = make_table("What takes the time of a step", [
+        Column("model", align="<", of=lambda one: one.rule.size),
+        Column("by", align="<", of=lambda one: one.by), *share_columns(lambda one: one.plan)],
+        [one for group in found for one in group if one.plan is not None])
+    return [machine.described, _rule_table(rules, found), _plan_table(found), shares,
+            *_problems(found), _remarks(rules)]
 
 
 def _rule_table(rules: Rules, found: Sequence[Sequence[Tested]]) -> Table:
     """Make the table of the rules as printed, and of what is trained."""
-    rows, printed = [], any(rule.tflops or rule.mfu for rule in rules.rules)
-
-    def measured(rule: Rule) -> list[Cell]:
-        return [number_cell(value or math.nan, ".4g") for value in (rule.tflops, rule.mfu)
-                if printed]
-    for rule, (one, *_) in zip(rules.rules, found):
-        gpt = one.training.gpt
-        rows.append([rule.size, " or ".join(map(str, rule.tensor)), rule.stages, rule.data,
-                     rule.gpus, gpt.name, number_cell(gpt.parameters / 1e9), rule.batch,
-                     one.training.seq, *measured(rule)])
-    return Table(rules.title, [
-        Column("model", align="<"), Column("TP"), Column("PP"), Column("DP"), Column("GPUs"),
-        Column("trained", align="<"), Column("parameters", "billion", align="."),
-        Column("sequences", "a step"), Column("tokens in", "a sequence"),
-        *(Column(*head, group="measured there", align=".") for head in (
-            ("Tflop/s", "a GPU"), ("MFU", "%")) if printed)], rows)
+    printed = any(rule.tflops or rule.mfu for rule in rules.rules)
+    rows = [(rule, one.training) for rule, (one, *_) in zip(rules.rules, found)]
+    return make_table(rules.title, [
+        Column("model", align="<", of=lambda row: row[0].size),
+        Column("TP", of=lambda row: " or ".join(map(str, row[0].tensor))),
+        Column("PP", of=lambda row: row[0].stages), Column("DP", of=lambda row: row[0].data),
+        Column("GPUs", of=lambda row: row[0].gpus),
+        Column("trained", align="<", of=lambda row: row[1].gpt.name),
+        Column("parameters", "billion", align=".", of=lambda row: row[1].gpt.parameters / 1e9),
+        Column("sequences", "a step", of=lambda row: row[0].batch),
+        Column("tokens in", "a sequence", of=lambda row: row[1].seq),
+        *spread(lambda row: [float(value or math.nan) for value in (row[0].tflops, row[0].mfu)],
+                ".4g", "measured there", ("Tflop/s", "MFU"), ("a GPU", "%"), ".") * printed], rows)
 
 
 def _plan_table(found: Sequence[Sequence[Tested]]) -> Table:
     """Make the table of plans, their seconds, and by what a rule loses the most."""
-    rows = [[one.rule.size, one.by, *_choice(one), *_figures(one, group[-1])]
-            for group in found for one in group]
-    return Table("Rules, the decision tree and the planner (seconds are a model)", [
-        Column("model", align="<"), Column("by", align="<"), *choice_columns(),
-        Column("micro-", "batches"), Column("step s", align="."),
-        Column("MFU", "%", align="."), Column("slower", "%", align="."),
-        Column("lacks", "GiB", align="."), Column("loses the", "most by", align="<")], rows)
+    return make_table("Rules, the decision tree and the planner (seconds are a model)", [
+        Column("model", align="<", of=lambda row: row[0].rule.size),
+        Column("by", align="<", of=lambda row: row[0].by),
+        *choice_columns(lambda row: row[0].plan and row[0].plan.choice),
+        Column("micro-", "batches", of=lambda row: "" if row[0].plan is None else (
+            row[0].training.microbatches(row[0].plan.choice))),
+        Column("step s", align=".", of=lambda row: _figures(*row)[0]),
+        Column("MFU", "%", align=".", of=lambda row: _figures(*row)[1], form=".1f"),
+        Column("slower", "%", align=".", of=lambda row: _figures(*row)[2], form="+.1f"),
+        Column("lacks", "GiB", align=".", of=lambda row: _figures(*row)[3], form=".3g"),
+        Column("loses the", "most by", align="<", of=lambda row: _figures(*row)[4])],
+        [(one, group[-1]) for group in found for one in group])
 
 
-def _choice(one: Tested) -> list[Cell]:
-    """Return the cells of a choice and its micro-batches, empty where there is no plan."""
-    if one.plan is None:
-        return [""] * (len(choice_columns()) + 1)
-    return [*choice_cells(one.plan.choice), one.training.microbatches(one.plan.choice)]
-
-
-def _figures(one: Tested, planner: Tested) -> list[Cell]:
+def _figures(one: Tested, planner: Tested) -> tuple[float, float, float, float, str]:
     """Return seconds, MFU, by how much slower than the planner's, memory lacked, and why."""
     if one.plan is None:
-        return [*[number_cell(math.nan)] * 4, "no plan, see below"]
+        return *[math.nan] * 4, "no plan, see below"
     seconds, _, _, used, _ = step_rates(one.training, one.plan)
     slower, why = math.nan, ""
     if one is not planner and planner.plan is not None:
         slower = 100 * (seconds / planner.plan.seconds - 1)
         why = _largest_loss(one.plan, planner.plan)
-    lacks = one.lacks / GIB if one.lacks else math.nan
-    return [number_cell(seconds), number_cell(used, ".1f"), number_cell(slower, "+.1f"),
-            number_cell(lacks, ".3g"), "does not fit" if one.lacks else why]
+    if one.lacks:
+        return seconds, used, slower, one.lacks / GIB, "does not fit"
+    return seconds, used, slower, math.nan, why
 
 
 def _largest_loss(plan: TrainingPlan, best: TrainingPlan) -> str:
@@ -76,16 +75,6 @@ def _largest_loss(plan: TrainingPlan, best: TrainingPlan) -> str:
     more = {name: plan.step.shares[name] - best.step.shares[name] for name in SHARES}
     name = max(more, key=more.__getitem__)
     return f"{BOTTLENECKS[name]}, {more[name]:.2g} s" if more[name] > 1e-4 * best.seconds else ""
-
-
-def _share_table(found: Sequence[Sequence[Tested]]) -> Table:
-    """Make the table of the shares of a step's time."""
-    rows = [[one.rule.size, one.by, *(number_cell(
-        100 * one.plan.step.shares[name] / one.plan.seconds, ".1f") for name in SHARES)]
-        for group in found for one in group if one.plan is not None]
-    return Table("What takes the time of a step", [
-        Column("model", align="<"), Column("by", align="<"),
-        *(Column(name, group="%", align=".") for name in SHARES)], rows)
 
 
 def _problems(found: Sequence[Sequence[Tested]]) -> list[Part]:

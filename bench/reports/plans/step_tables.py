@@ -30,10 +30,7 @@ COLUMNS = [
 
 def step_parts(machine: Machine, outcomes: Sequence[PredictedStep], problems: Sequence[str],
                fitted_to: int = 0) -> list[Part]:
-    """Make the table of predicted rows, the choices, and a last line on the errors.
-
-    The machine was fitted to rows of at most `fitted_to` GPUs; 0 for none.
-    """
+    """Make the tables of predicted rows; `fitted_to` are the most GPUs of rows fitted, or 0."""
     kernels = sorted({one.row.attention or machine.attention for one in outcomes}
                      or {machine.attention})
     told = msgspec.structs.replace(machine, attention=" and ".join(kernels)).described

@@ -1,14 +1,19 @@
-"""Make the tables of whole trainings: the best plans, what fills them, and what limits them."""
+"""Make the tables of plans of a layer, and of whole trainings: what fills and what limits them."""
 
 import math
 import shlex
-from typing import Sequence
+from typing import Any, Callable, Sequence
 
-from bench.document import Cell, Column, Notes, Part, Table, number_cell
+from bench.document import Cell, Column, Notes, Part, Table, make_table, spread
+from bench.prediction.closed_form_plan import GridPlan
 from bench.prediction.pipelines.training_step import SHARES
+from bench.prediction.planner import bound_regime
 from bench.prediction.training_plans.choices import Choice, Training
 from bench.prediction.training_plans.dimensions import DIMENSIONS, inside_nodes, pruned
 from bench.prediction.training_plans.search import Found, TrainingPlan
+from mm3d import ModelSizes
+from mm3d.model import cost
+from mm3d.schemes import find_scheme
 
 GIB = 2 ** 30
 IN_FLIGHT = 8    # sums over replicas, in the options of train
@@ -28,12 +33,33 @@ BOTTLENECKS = {"products": "products", "elementwise": "elementwise passes",
 def training_parts(training: Training, found: Found, unfit: bool, top: int) -> list[Part]:
     """Make all tables and notes of a search: of the `top` families, and with `unfit` of others."""
     plans = list(found.families.values())[:top]
-    return [*headings(training), training_plan_table(training, plans), plan_memory_table(plans),
-            time_table(plans),
-            *([unfit_table(training, found.unfit)] if unfit and found.unfit else []),
-            changes_table(training, found),
-            Notes("The best plan as options", command_lines(training, found.best)),
-            remarks(training, found)]
+    kinds = ("all", *KINDS)
+    return [
+        *headings(training),
+        make_table("The fastest plan of each family", [
+            FAMILY, *choice_columns(_choice, training), *spread(
+                lambda plan: step_rates(training, plan), ".4g", align=".",
+                heads=("step s", "tokens/s", "Tflop/s", "MFU", "HFU"),
+                units=("", "a GPU", "a GPU", "%", "%"))], plans),
+        make_table("What fills the fullest GPU", [FAMILY, *spread(
+            lambda plan: [plan.memory[kind] / GIB for kind in kinds], ".3g", "GiB", kinds,
+            align=".")], plans),
+        make_table("What takes the time of a step", [
+            FAMILY, *share_columns(lambda plan: plan),
+            Column("largest beside", "products", align="<", of=lambda plan: BOTTLENECKS[max(
+                (name for name in SHARES if name != "products"),
+                key=plan.step.shares.__getitem__)])], plans),
+        *([unfit_table(training, found.unfit)] if unfit and found.unfit else []),
+        changes_table(training, found),
+        Notes("The best plan as options", command_lines(training, found.best)),
+        remarks(training, found)]
+
+
+def _choice(plan: TrainingPlan) -> Choice:
+    return plan.choice
+
+
+FAMILY = Column("family", align="<", of=lambda plan: plan.choice.family)
 
 
 def headings(training: Training) -> list[Part]:
@@ -44,41 +70,40 @@ def headings(training: Training) -> list[Part]:
             f"{training.batch * training.seq:,} tokens a step, {training.dtype}"]
 
 
-def training_plan_table(training: Training, plans: Sequence[TrainingPlan]) -> Table:
-    """Make the table of plans: how GPUs divide the training, and how fast each is."""
-    routed, long = training.gpt.experts is not None, training.long
-    rows = [[plan.choice.family, *choice_cells(plan.choice, routed, long), *map(
-        number_cell, step_rates(training, plan))] for plan in plans]
-    return Table("The fastest plan of each family", [
-        Column("family", align="<"), *choice_columns(routed, long), Column("step s", align="."),
-        *(Column(*head, align=".") for head in (
-            ("tokens/s", "a GPU"), ("Tflop/s", "a GPU"), ("MFU", "%"), ("HFU", "%")))], rows)
+def choice_columns(of: Callable[[Any], Choice | None],
+                   training: Training | None = None) -> list[Column]:
+    """Describe how a plan divides the training, with experts and a long context if it has any.
 
-
-def choice_columns(experts: bool = False, long: bool = False) -> list[Column]:
-    """Return the columns of `choice_cells`."""
-    return [Column("data"), *[Column("context", align="<")] * long,
-            *[Column("experts", "on")] * experts, Column("ZeRO"),
-            Column("shards"), Column("stages"),
-            Column("schedule", align="<"), Column("micro-", "batch"), Column("scheme", align="<"),
-            Column("grid", align="<"), Column("inside", "nodes", align="<"),
-            Column("recompute", align="<")]
-
-
-def choice_cells(choice: Choice, experts: bool = False, long: bool = False) -> list[Cell]:
-    """Return the cells that say how a plan divides the training, perhaps with its `experts`.
-
-    If sequences are `long`, the context is among them.
+    `of` returns the choice of a row; the cells of one without a choice are empty.
     """
-    return [choice.data, *[DIMENSIONS["context"].said(choice)] * long,
-            *[choice.expert_parallel] * experts, choice.zero,
-            choice.parts if choice.zero else "-", choice.stages, choice.schedule, choice.micro,
-            choice.scheme, choice.grid.compact, inside_nodes(choice), choice.recompute]
+    def column(name: str, said: Callable[[Choice], Cell], unit: str = "",
+               align: str = ">") -> Column:
+        return Column(name, unit, align=align, of=lambda row: "" if (
+            choice := of(row)) is None else said(choice))
+    routed = training is not None and training.gpt.experts is not None
+    long = training is not None and training.long
+    return [column("data", lambda one: one.data),
+            *[column("context", DIMENSIONS["context"].said, align="<")] * long,
+            *[column("experts", lambda one: one.expert_parallel, "on")] * routed,
+            column("ZeRO", lambda one: one.zero),
+            column("shards", lambda one: one.parts if one.zero else "-"),
+            column("stages", lambda one: one.stages),
+            column("schedule", lambda one: one.schedule, align="<"),
+            column("micro-", lambda one: one.micro, "batch"),
+            column("scheme", lambda one: one.scheme, align="<"),
+            column("grid", lambda one: one.grid.compact, align="<"),
+            column("inside", inside_nodes, "nodes", "<"),
+            column("recompute", lambda one: one.recompute, align="<")]
+
+
+def share_columns(of: Callable[[Any], TrainingPlan]) -> list[Column]:
+    """Describe the shares of a step's time, of the plan that `of` returns for a row."""
+    return spread(lambda row: [100 * of(row).step.shares[name] / of(row).seconds
+                               for name in SHARES], ".1f", "%", SHARES, align=".")
 
 
 def step_rates(training: Training, plan: TrainingPlan) -> tuple[float, ...]:
-    """Return the seconds of a step, tokens a second, Tflop/s of a GPU, and MFU and HFU in percent.
-    """
+    """Return seconds of a step, tokens a second, Tflop/s of a GPU, and MFU and HFU in percent."""
     seconds, gpus = plan.seconds, training.gpus
     own = {name: count / seconds / gpus for name, count in plan.flops.items()}
     rate = training.machine.gemm_rate[training.dtype]
@@ -86,53 +111,30 @@ def step_rates(training: Training, plan: TrainingPlan) -> tuple[float, ...]:
             100 * own["model"] / rate, 100 * own["hardware"] / rate)
 
 
-def plan_memory_table(plans: Sequence[TrainingPlan]) -> Table:
-    """Make the table of what fills the memory of the fullest GPU."""
-    rows = [[plan.choice.family, *(number_cell(plan.memory[kind] / GIB, ".3g")
-                                   for kind in ("all", *KINDS))] for plan in plans]
-    return Table("What fills the fullest GPU", [Column("family", align="<"), *(
-        Column(name, group="GiB", align=".") for name in ("all", *KINDS))], rows)
-
-
-def time_table(plans: Sequence[TrainingPlan]) -> Table:
-    """Make the table of the shares of a step's time, and name the largest but products."""
-    rows = []
-    for plan in plans:
-        shares = {name: 100 * plan.step.shares[name] / plan.seconds for name in SHARES}
-        limit = max((name for name in SHARES if name != "products"), key=shares.__getitem__)
-        rows.append([plan.choice.family, *(number_cell(shares[name], ".1f") for name in SHARES),
-                     BOTTLENECKS[limit]])
-    return Table("What takes the time of a step", [
-        Column("family", align="<"), *(Column(name, group="%", align=".") for name in SHARES),
-        Column("largest beside", "products", align="<")], rows)
-
-
 def unfit_table(training: Training, plans: Sequence[TrainingPlan]) -> Table:
     """Make the table of plans that were predicted and do not fit, with what they lack."""
     limit = training.machine.memory_bytes
-    routed, long = training.gpt.experts is not None, training.long
-    rows = [[plan.choice.family, *choice_cells(plan.choice, routed, long),
-             number_cell(plan.seconds),
-             number_cell((plan.memory["all"] - limit) / GIB, ".3g")] for plan in plans]
-    return Table("Predicted plans that do not fit", [
-        Column("family", align="<"), *choice_columns(routed, long), Column("step s", align="."),
-        Column("lacks", "GiB", align=".")], rows)
+    return make_table("Predicted plans that do not fit", [
+        FAMILY, *choice_columns(_choice, training),
+        Column("step s", align=".", of=lambda plan: plan.seconds),
+        Column("lacks", "GiB", align=".", form=".3g",
+               of=lambda plan: (plan.memory["all"] - limit) / GIB)], plans)
 
 
 def changes_table(training: Training, found: Found) -> Table:
     """Make the table of what the best plan loses where one choice alone is another."""
-    best, rows = found.best, []
-    for name, plan in found.changes.items():
-        said = DIMENSIONS[name].said
-        if isinstance(plan, str):
-            rows.append([name, said(best.choice), plan, *[number_cell(math.nan)] * 2])
-            continue
-        rows.append([name, said(best.choice), said(plan.choice),
-                     number_cell(plan.seconds),
-                     number_cell(100 * (plan.seconds / best.seconds - 1), "+.2f")])
-    return Table("One choice of the best plan changed, to the fastest other that fits", [
-        Column("choice", align="<"), Column("best", align="<"), Column("changed", align="<"),
-        Column("step s", align="."), Column("more", "%", align=".")], rows)
+    best = found.best
+
+    def seconds(row: tuple[str, TrainingPlan | str]) -> float:
+        return math.nan if isinstance(row[1], str) else row[1].seconds
+    return make_table("One choice of the best plan changed, to the fastest other that fits", [
+        Column("choice", align="<", of=lambda row: row[0]),
+        Column("best", align="<", of=lambda row: DIMENSIONS[row[0]].said(best.choice)),
+        Column("changed", align="<", of=lambda row: (
+            row[1] if isinstance(row[1], str) else DIMENSIONS[row[0]].said(row[1].choice))),
+        Column("step s", align=".", of=seconds),
+        Column("more", "%", align=".", form="+.2f",
+               of=lambda row: 100 * (seconds(row) / best.seconds - 1))], found.changes.items())
 
 
 def command_lines(training: Training, plan: TrainingPlan) -> list[str]:
@@ -184,3 +186,54 @@ def remarks(training: Training, found: Found) -> Notes:
         + f"; sizes: {gpt.source}" * bool(gpt.source),
         "dry counts the rank that is full, and predicts the step; train has the bytes of its text "
         "as vocabulary; sites of jobs are in jobs/sites"])
+
+
+def plan_table(plans: Sequence[GridPlan], fits: Sequence[str]) -> Table:
+    """Make the table of plans, with the text of `fits` for each."""
+    def numbers(row: tuple[GridPlan, str]) -> tuple[float, ...]:
+        plan, _ = row
+        return (plan.seconds, plan.forward, plan.backward, plan.words["forward"] / 1e6,
+                plan.words["backward"] / 1e6, plan.over_bound, plan.memory / 2**30)
+    return make_table("Schemes and grids by predicted step time", [
+        Column("scheme", of=lambda row: row[0].scheme),
+        Column("grid", align="<", of=lambda row: str(row[0].grid)),
+        *spread(numbers, ".4g", align=".", heads=(
+            "step s", "forward s", "backward s", "Mwords fwd", "Mwords bwd", "/ bound", "GiB")),
+        Column("fits without", "an optimizer", align="<", of=lambda row: row[1])],
+        zip(plans, fits))
+
+
+def plan_remarks(plans: Sequence[GridPlan], sizes: ModelSizes, ranks: int, took: float,
+                 experts: bool = False) -> Notes:
+    """State the fewest words, default grids, and seconds of planning; no bound of experts."""
+    least = min(plans, key=lambda p: p.words["forward"])
+    lines = [f"fewest words forward: {least.scheme} {least.grid}, "
+             f"{least.words['forward'] / 1e6:.4g} million a rank"]
+    for scheme in dict.fromkeys(p.scheme for p in plans):
+        lines += _default(scheme, plans, least, ranks)
+    kinds = {bound_regime(*product.extents, ranks)
+             for product in cost.list_products(ModelSizes(**sizes))}
+    if not experts:
+        lines.append("regime of the lower bound for the products: "
+                     + ", ".join(f"{kind}-D" for kind in sorted(kinds)))
+    lines += [f"{len(plans)} plans screened, {sum(p.traced for p in plans)} traced in "
+              f"{took:.1f} s",
+              "words are those of the bucket algorithm, exactly; memory of what is traced is a "
+              "dry run's of rank 0; seconds are a model"]
+    return Notes("Remarks", lines)
+
+
+def _default(scheme: str, plans: Sequence[GridPlan], least: GridPlan, ranks: int) -> list[str]:
+    """State the words of the default grid of a scheme that has several grids."""
+    own = {p.grid: p for p in plans if p.scheme == scheme}
+    try:
+        grid = find_scheme(scheme).grid_shape(find_scheme(scheme).default_grid(ranks))
+    except ValueError:    # such as no cube
+        return []
+    if len(own) == 1 or grid not in own:
+        return []
+    moved, fewest = own[grid].words["forward"], least.words["forward"]
+    # Replicas of all weights move none.
+    times = f", {moved / fewest:.3g} times as many" if fewest else ""
+    return [f"{scheme} on its default grid, {grid}: {moved / 1e6:.4g} million forward{times}; "
+            f"{own[grid].seconds:.4g} s"]

@@ -54,8 +54,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _draw(path: str, story: Story | LayerStory) -> Path:
     """Draw the frames of a story."""
-    from bench.reports.figures.cube import draw_story
-    from bench.reports.figures.layer_parts import LayerParts
+    from bench.reports.figures.frames import draw_story
+    from bench.reports.figures.rank_panels import LayerParts
     from bench.reports.figures.rank_panels import RankPanels
     return draw_story(path, LayerParts(story) if isinstance(story, LayerStory) else
                       RankPanels(story))

@@ -8,7 +8,7 @@ from bench.command_line import waiting
 from bench.experiments.rows.dilation import STEPS, dilation_factor
 from bench.records.folder import read_folder
 from bench.records.at_rates import join_rates
-from bench.reports.emulated_rows import of_run
+from bench.reports.emulated import of_run
 from bench.validation.rules import check_waits
 from records import only_record
 from refused import done, refused

@@ -8,7 +8,7 @@ import pytest
 from bench.cases.selection import select_rows
 from bench.records.kinds.collectives import least_words, wire_parts
 from bench.records.measurements import Group, Variable
-from bench.reports import merit, merit_rows
+from bench.reports import merit
 from bench.reports.formats import render
 from bench.validation import rules
 from mm3d.grid.axis import COLLECTIVES
@@ -106,7 +106,7 @@ def test_the_wire_in_tables_and_rules():
     run = made_up(row)
     run = replace(run, groups=run.groups | {"wire": group},
                   environment=run.environment | {"emulated_cluster": "2x4:50Mbit"})
-    text = render([merit_rows.wire_table("Bytes", [(row, run)])])
+    text = render([merit.wire_table("Bytes", [(row, run)])])
     words = [word for word in text.splitlines()[-1].split() if word != "|"]
     assert words[:2] == ["3-D", "8"] and words[3:7] == ["10", "11", "10.0", "%"]
     [problem] = rules.check_wire(run)

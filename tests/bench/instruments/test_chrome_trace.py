@@ -14,7 +14,7 @@ from bench.instruments.clock import Clock
 from bench.instruments.spans import Span, part_names
 from bench.records import run_file
 from bench.records.journal import Journal
-from bench.reports.figures import style, trace
+from bench.reports.figures import style, time_shares
 from bench.verbs import run
 from mm3d.tracing.events import PHASES
 from models import SIZES, Parallelism
@@ -35,7 +35,7 @@ def own_times(document: dict) -> dict[int, dict[tuple[str, str], float]]:
     """Own microseconds of each track by phase and part, as the figure of the trace has them."""
     found: dict[int, dict[tuple[str, str], float]] = {}
     for (track, events), pieces in zip(tracks(document).items(),
-                                       trace.lanes_of(document["traceEvents"]).values()):
+                                       time_shares.lanes_of(document["traceEvents"]).values()):
         own = found.setdefault(track, {})
         for event, piece in zip(events, pieces, strict=True):
             key = event["args"]["phase"], event["args"]["part"]
@@ -137,7 +137,7 @@ def test_the_figure_has_a_lane_a_rank_and_names_the_longest_spans(tmp_path, caps
     assert main(["report", str(path), "--figures"]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'step.png'}\n"
     with style.figure_style():
-        figure = trace.draw_trace(chrome_trace.read_trace(path))
+        figure = time_shares.draw_trace(chrome_trace.read_trace(path))
         (panel,) = figure.axes
     assert [text.get_text() for text in panel.get_yticklabels()] == ["rank 0", "rank 1"]
     texts = {text.get_text() for text in panel.texts}

@@ -16,7 +16,7 @@ from bench.prediction.training_plans import search
 from bench.prediction.training_plans.choices import LONG_SEQ, Training
 from bench.prediction.training_plans.layer_work import PlannedLayer, trace_layer, traced_work
 from bench.prediction.pipelines.training_step import predict_step
-from bench.reports.plans.context_ways import winners
+from bench.reports.plans.kind_map import winners
 from mm3d.grid.shape import GridShape
 from mm3d.model.attention.costs import context_moves
 from mm3d.model.stack import Stack

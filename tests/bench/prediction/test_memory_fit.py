@@ -6,7 +6,7 @@ from bench.__main__ import main
 from bench.cases.selection import select_rows
 from bench.errors import UsageError
 from bench.prediction import memory_fit
-from bench.reports.merit_rows import recomputation_notes
+from bench.reports.merit import recomputation_notes
 from mm3d.model.recomputation import POLICIES
 from mm3d.model.stack import Stack
 from mm3d.tracing import dry_run

@@ -19,7 +19,7 @@ from bench.prediction.similarity import (emulating_machine, shrink_machine, spli
                                          work_scale)
 from bench.records import run_file
 from bench.reports import certainty
-from bench.reports import emulated_rows, emulated_tables
+from bench.reports import emulated, emulated_tables
 from bench.reports.predicted_rows import of_case
 from bench.reports.formats import render
 from bench.validation.files import list_warnings
@@ -150,7 +150,7 @@ def test_rows_of_too_much_software_are_marked(tmp_path):
     assert one[6] == "3.20*"
     run = emulated_run(row_of("weak", "1d", 8), 1.0)
     del run.groups["software"]
-    assert not emulated_rows.of_run(row_of("weak", "1d", 8), run).quotable
+    assert not emulated.of_run(row_of("weak", "1d", 8), run).quotable
 
 
 def test_speed_ups_have_intervals_over_runs(tmp_path):
@@ -192,7 +192,7 @@ def test_crowded_rows_that_wait_say_so(tmp_path):
 
 
 def test_rows_are_compared_within_one_cluster_and_scale():
-    one = emulated_rows.of_run(row_of("weak", "1d", 8), emulated_run(row_of("weak", "1d", 8), 3.0))
+    one = emulated.of_run(row_of("weak", "1d", 8), emulated_run(row_of("weak", "1d", 8), 3.0))
     others = [replace(one, scale=2.0), replace(one, cluster=Cluster.parse("2x4:1Gbit"))]
     assert [len(group) for group in emulated_tables.group_rows([one, *others, one])] == [2, 1, 1]
 
@@ -214,18 +214,18 @@ def test_the_machine_s_seconds_are_those_of_its_model():
         grid = kind.grid_shape(kind.default_grid(row.gpus))
         order = direction_order("auto", kind.name, grid, case.sizes)
         key = "longhorn", row.scheme, grid.compact, order, row.hidden, case.sizes.batch
-        assert emulated_rows.known_seconds()[key] == of_case(case, LONGHORN, 1600.0, None).original
+        assert emulated.known_seconds()[key] == of_case(case, LONGHORN, 1600.0, None).original
         every.add(key)
-    assert every == emulated_rows.known_seconds().keys()
+    assert every == emulated.known_seconds().keys()
     run = emulated_run(row_of("weak", "1d", 8), 3.0)
     run.configuration["placement"] = "x"
     key = "longhorn", "1d", "8", "x", 2048, 60
-    assert emulated_rows.of_run(row_of("weak", "1d", 8), run).original == (
-        emulated_rows.known_seconds()[key])
+    assert emulated.of_run(row_of("weak", "1d", 8), run).original == (
+        emulated.known_seconds()[key])
     for name, value in (("recompute", "full"), ("causal", True), ("waited_machine", "other")):
         other = replace(run, configuration=run.configuration | {name: value})
-        assert math.isnan(emulated_rows.of_run(row_of("weak", "1d", 8), other).original)
+        assert math.isnan(emulated.of_run(row_of("weak", "1d", 8), other).original)
     run.groups["predicted"].variables["machine_seconds"] = run.groups["predicted"].variables[
         "seconds"]
-    one = emulated_rows.of_run(row_of("weak", "1d", 8), run)
+    one = emulated.of_run(row_of("weak", "1d", 8), run)
     assert one.original == one.predicted == pytest.approx(1.0)

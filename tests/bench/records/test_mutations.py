@@ -156,7 +156,7 @@ def test_an_error_of_the_program_is_no_verdict_on_a_file(tmp_path, monkeypatch):
     def fail(*_):
         raise ZeroDivisionError("of the program")
     run_file.write_run(limited(ROW), tmp_path, "a")
-    monkeypatch.setattr("bench.reports.merit_rows.merit_table", fail)
+    monkeypatch.setattr("bench.reports.merit.merit_table", fail)
     with pytest.raises(ZeroDivisionError, match="of the program"):
         format_tables(tmp_path)
 

@@ -8,7 +8,7 @@ from bench.__main__ import main
 from bench.cases.selection import select_rows
 from bench.records import run_file
 from bench.records.measurements import Measurements, Variable
-from bench.reports import comparison_sides
+from bench.reports import comparison
 from mm3d.tracing.events import PHASES
 from records import made_up
 
@@ -255,8 +255,7 @@ def test_transports_of_one_set_are_cases_of_their_own(sets, capsys):
     run = made_up(ROWS[0], 0.5, 0.5)
     run.configuration["transport"] = "shared"
     run_file.write_run(run, sets[1], "row")
-    both, one = comparison_sides.name_cases(*(comparison_sides.read_cases([folder])[0]
-                                              for folder in sets))
+    both, one = comparison.name_cases(*(comparison.read_cases([folder])[0] for folder in sets))
     names = ["mine phase forward kind one process, M 8", "weak 1-D 8 ranks, laptop",
              "mine phase forward kind product, M 8"]
     assert both.keys() == {f"{name}, transport {transport}" for name in names

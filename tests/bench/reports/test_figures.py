@@ -13,9 +13,9 @@ from bench.document import Notes
 from bench.records import run_file
 from bench.records.folder import read_folder
 from bench.reports import paper_tables
-from bench.reports.figures import (against_ranks, by_scheme, every_figure, experts,
-                                   roofline_and_memory, style, time_shares)
-from bench.reports.merit_rows import merit_table
+from bench.reports.figures import (against_ranks, every_figure, experts, roofline_and_memory,
+                                   style, time_shares)
+from bench.reports.merit import merit_table
 from mm3d.grid.axis import COLLECTIVES
 from records import (PARTS, drawn, limited, made_up, matmul_record, traced, write_all,
                      write_rows)
@@ -110,7 +110,7 @@ def test_every_scheme_that_was_run_has_its_colour(tmp_path):
     assert colours.keys() == {"3-D", "1-D, sequence, not published"}
     assert len(set(colours.values())) == 2
     assert "1-D, sequence" not in drawn(published)
-    assert len(set(by_scheme.STYLES.values())) == len(by_scheme.STYLES) == len(TITLES)
+    assert len(set(against_ranks.STYLES.values())) == len(against_ranks.STYLES) == len(TITLES)
 
 
 def test_closed_form_covers_the_ranks_between():
@@ -268,7 +268,7 @@ def test_no_marker_touches_the_upper_edge(results):
 
 def test_zeros_alone_have_an_axis_without_a_warning(recwarn):
     panel = style.make_figure(1, 1, (4, 4), "")[1][0, 0]
-    by_scheme.draw_line(panel, "3d", [(8, 0.0), (64, 0.0)])
+    against_ranks.draw_line(panel, "3d", [(8, 0.0), (64, 0.0)])
     style.start_at_zero(panel)
     assert panel.get_ylim() == (0, 1) and not recwarn.list
 

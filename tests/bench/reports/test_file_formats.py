@@ -9,7 +9,7 @@ from bench.errors import UsageError
 from bench.prediction.machine_model import Achieved, Curve, Level, Line, Machine
 from bench.prediction.meshes.rules_of_thumb import Rule, Rules, load_rules
 from bench.prediction.model_file import ModelFile, load_model
-from bench.reports.file_formats import HEAD, describe_fields
+from bench.reports.log_tables import HEAD, describe_fields
 
 FORMATS = (Machine, Level, Achieved, Curve, Line, ModelFile, Rules, Rule)
 

@@ -8,7 +8,7 @@ from bench.cases.case import make_case
 from bench.cases.selection import select_rows
 from bench.records import run_file
 from bench.records.folder import read_folder
-from bench.reports.speed_ups import SEVERAL_RUNS, SpeedUp, repeated_runs, speed_up
+from bench.reports.certainty import SEVERAL_RUNS, SpeedUp, repeated_runs, speed_up
 from records import format_tables, made_up
 
 T_OF_2 = 4.302652729749462    # Student's t of two degrees of freedom, 97.5 %

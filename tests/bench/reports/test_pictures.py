@@ -16,11 +16,10 @@ from bench.prediction import machine_model, planner
 from bench.prediction.pipelines import schedule_costs
 from bench.records import run_file
 from bench.records.folder import read_folder
-from bench.reports.figures import (cube, every_figure, prediction, roofline_and_memory, schedules,
+from bench.reports.figures import (every_figure, prediction, roofline_and_memory, schedules,
                                    style, time_shares)
-from bench.reports.figures.frames import DRAWN_RANKS, colour_of
-from bench.reports.figures.layer_parts import LayerParts
-from bench.reports.figures.rank_panels import RankPanels
+from bench.reports.figures.frames import DRAWN_RANKS, FLIGHT, HOPS, colour_of, draw_story
+from bench.reports.figures.rank_panels import LayerParts, RankPanels
 from mm3d.grid.shape import GridShape
 from mm3d.model.stack import Stack
 from mm3d.schemes import find_scheme
@@ -32,7 +31,7 @@ from support import ROOT
 LONGHORN = machine_model.load_machine("longhorn")
 SIZES = dict(layers=2, hidden=512, heads=8, batch=16, seq=64)
 # What draws, by the modules that make figures; each is covered below.
-MAKERS = {"cube", "style"}
+MAKERS = {"frames", "style"}
 
 
 class Texts:
@@ -139,19 +138,19 @@ def frames_of(scheme, sizes, form, backward=False):
 def test_pictures_of_products_and_of_a_layer(tmp_path, texts, scheme, sizes, form, backward):
     """Every moment: of the moving picture too, in which blocks may fly over others' numbers."""
     frames = frames_of(scheme, sizes, form, backward)
-    cube.draw_story(tmp_path / "cube.png", frames)
+    draw_story(tmp_path / "cube.png", frames)
     assert list(texts.problems()) == [] and texts.pictures == 1
 
 
 def test_a_moving_picture_has_the_moments_of_a_product(tmp_path):
     frames = frames_of("3d", (2, 1, 1), "ab")
-    with Image.open(cube.draw_story(tmp_path / "cube.gif", frames)) as image:
-        assert image.n_frames == 1 + 1 + cube.HOPS + 1 + 1 + 1    # stored, gather, multiply, kept
+    with Image.open(draw_story(tmp_path / "cube.gif", frames)) as image:
+        assert image.n_frames == 1 + 1 + HOPS + 1 + 1 + 1    # stored, gather, multiply, kept
         seconds = []
         for number in range(image.n_frames):
             image.seek(number)
             seconds.append(image.info["duration"])
-    assert seconds.count(cube.FLIGHT) == cube.HOPS
+    assert seconds.count(FLIGHT) == HOPS
 
 
 def test_blocks_of_all_ranks_are_told_apart():

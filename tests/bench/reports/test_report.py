@@ -14,7 +14,7 @@ from bench.cases.selection import select_rows
 from bench.document import Notes
 from bench.records import run_file
 from bench.records.folder import read_folder
-from bench.reports.page import warning_notes, write_page
+from bench.reports.finish import warning_notes, write_page
 from records import draw_only, made_up, matmul_record, write_all
 
 

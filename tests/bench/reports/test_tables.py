@@ -12,7 +12,7 @@ from bench.errors import UsageError
 from bench.records import run_file
 from bench.records.folder import read_folder
 from bench.records.measurements import Check, Group, Variable
-from bench.reports import merit_rows
+from bench.reports import merit
 from bench.reports.paper_tables import measured_notes, verified_notes, words_agree
 from records import format_tables, made_up, write_all
 
@@ -189,7 +189,7 @@ def test_what_was_not_verified_at_its_size_is_a_warning():
 def test_the_peak_of_memory_is_beside_a_dry_run(tmp_path, transport, said):
     run = made_up(select_rows("weak", "3d")[0])
     run.configuration["transport"] = transport
-    words, = merit_rows.merit_notes([run])
+    words, = merit.merit_notes([run])
     assert "counted from shapes" in words and f"What it moves, {transport}: " in words
     run.groups["memory"] = Group({"rank": range(8)}, {
         "pool_peak": Variable(np.full(8, 3.0 * 2 ** 20), "byte", ("rank",)),
@@ -198,7 +198,7 @@ def test_the_peak_of_memory_is_beside_a_dry_run(tmp_path, transport, said):
     text = format_tables(tmp_path)
     line, = [line for line in text.splitlines() if "peak memory" in line or "dry run" in line][1:2]
     assert line.endswith("dry run")
-    _, note = merit_rows.merit_notes([run])
+    _, note = merit.merit_notes([run])
     assert note.count(". ") + 1 == said and "Peak memory: all arrays" in text
 
 

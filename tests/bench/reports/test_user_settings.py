@@ -15,9 +15,8 @@ from bench.cases.selection import select_rows
 from bench.errors import UsageError
 from bench.records import run_file
 from bench.records.folder import read_folder
-from bench.reports import page
 from bench.reports.figures import roofline_and_memory, style
-from bench.reports.finish import write_tables_and_figures
+from bench.reports.finish import write_page, write_tables_and_figures
 from records import draw_only, made_up
 from support import ROOT
 
@@ -137,7 +136,7 @@ def test_an_error_of_the_program_is_not_hidden(one_run, monkeypatch, capsys):
     """Only the end of a run that has measured goes on, after it is printed."""
     draw_only(monkeypatch, "average-step-time", drawn_by="against_ranks.nothing")
     for draw_all in (lambda: main(["report", str(one_run), "--figures"]),
-                     lambda: page.write_page(read_folder(one_run))):
+                     lambda: write_page(read_folder(one_run))):
         with pytest.raises(AttributeError, match="nothing"):
             draw_all()
     capsys.readouterr()

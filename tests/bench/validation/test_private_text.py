@@ -8,7 +8,7 @@ import pytest
 
 from bench.cases.selection import select_rows
 from bench.records import run_file
-from bench.validation.private_text import find_private_text
+from bench.validation.files import find_private_text
 from records import made_up
 
 COMMAND = "python -m bench run --preset laptop --out results --machine here.toml"

@@ -10,6 +10,7 @@ import mm3d
 from bench.cases.selection import select_rows
 from bench.experiments.rows.row import run_counted_step
 from bench.records import model_run, run_file
+from bench.records.model_run import traffic_group
 from bench.records.notes import MOVES, words_note
 from bench.reports import merit
 from bench.reports.formats import render
@@ -205,9 +206,8 @@ def test_a_run_records_what_its_transport_moved(comm, monkeypatch, tmp_path, kin
     everyone = np.stack(comm.allgather(found), axis=2)
     run = made_up(select_rows("weak", "3d")[0])
     run.configuration["transport"] = kind
-    traffic = dict(zip((*model_run.COUNT_UNITS, "moved"), everyone))
-    run.groups["traffic"] = model_run.traffic_group(traffic, traffic["words"].sum(axis=1),
-                                                    model_run.AXES)
+    traffic = dict(zip((*model_run.COUNTS, "moved"), everyone))
+    run.groups["traffic"] = traffic_group(traffic, traffic["words"].sum(axis=1), model_run.AXES)
     read = run_file.read_run(run_file.write_run(run, tmp_path, "a"))
     assert all(np.array_equal(read.traffic[name], run.traffic[name], equal_nan=True)
                for name in run.traffic)
