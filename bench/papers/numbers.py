@@ -45,19 +45,11 @@ class Rounded:
 
 @dataclass(frozen=True)
 class ComparedCell:
-    """A printed number beside the computed one.
+    """A printed number, if there is one, beside what follows from the printed inputs.
 
-    Attributes
-    ----------
-    row, printed
-        The name of the row; what is printed, None where nothing is.
-    computed : Fraction
-        What follows from the printed inputs as they stand.
-    reach : (Fraction, Fraction)
-        The least and the most that inputs give which are printed so; where the verdict does not
-        need it, the computed number.
-    verdict, expected : str
-        One of `MEANINGS`, "-" without a printed number; and what the file of the paper states.
+    `reach` is the least and the most that inputs give which are printed so; where the verdict does
+    not need it, the computed number.  The verdict is one of `MEANINGS`, "-" without a printed
+    number, and the expected one that of the file of the paper.
     """
 
     row: str

@@ -20,12 +20,10 @@ Value = bool | int | float | str    # a text of digits is rounded, another numbe
 
 
 class Computed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A printed column that is computed.
+    """A printed column that is computed, or a heading for what is not printed.
 
     Attributes
     ----------
-    column, formula
-        The column, or a heading for what is not printed; one of `bench.papers.formulas`.
     expect : str
         The verdict of each row, a sign of `MEANINGS`, or - where nothing is printed.
     given : dict
@@ -35,8 +33,8 @@ class Computed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         What 1 in the column stands for.
     claim : str
         Instead of a printed column: the formula in print, with the same arguments.
-    searched, note
-        Whether less is better, and was searched for; what is worth knowing.
+    searched : bool
+        Whether less is better, and was searched for.
     """
 
     column: str

@@ -1,11 +1,12 @@
-"""Make the tables of papers: printed beside computed, and what differs."""
+"""Compute the printed numbers of papers again: tables beside them, and what differs."""
 
 from collections import Counter
-from typing import Iterable, Mapping, Sequence
+from typing import Callable, Iterable, Mapping, Sequence
 
 from bench.document import Column, Notes, Number, Part, Table
 from bench.papers.numbers import MEANINGS
-from bench.papers.paper import Evaluated, Paper
+from bench.papers.paper import Evaluated, Paper, evaluate, list_papers, load_paper
+from mm3d.console import complain
 
 MOST_LINES = 12    # of cells that differ, for one column
 CARE = (
@@ -115,3 +116,26 @@ def _relation(one: Evaluated) -> str:
     said = f"{how.claim}, as printed, beside {how.formula}" if how.claim else how.formula
     return (f"{one.name}: {said.replace('_', ' ')}" + f" ({given})" * bool(given)
             + f"; {how.note}" * bool(how.note))
+
+
+OF_ALL = {"all": all_papers, "findings": findings}
+
+
+def recompute(name: str, show: Callable[[list[Part]], None]) -> int:
+    """Print the numbers of a paper, published beside computed; 1 if one is not as expected."""
+    if name == "list":
+        show([Table("Papers", [Column("name"), Column("title", align="<")],
+                    [[one, load_paper(one).title] for one in list_papers()])])
+        return 0
+    names, found = (list_papers() if name in OF_ALL else [name]), {}
+    for one in names:
+        text = load_paper(one)
+        found[one] = text, list(evaluate(text))
+        if name in OF_ALL:    # the searches of one take a minute
+            complain(f"{len(found)} of {len(names)}: {one}")
+    show(OF_ALL[name](found) if name in OF_ALL else paper_tables(*found[name]))
+    wrong = [f"  {one}: {line}" for one, (_, columns) in found.items()
+             for line in unexpected(columns)]
+    if wrong:
+        complain(f"\n{len(wrong)} numbers are not as the files expect:", *wrong)
+    return int(bool(wrong))

@@ -17,18 +17,10 @@ from mm3d.tracing.events import PHASES
 
 @dataclass(frozen=True)
 class Measured:
-    """A measured product or Transformer with its times.
+    """A measured product or Transformer: median seconds by phase, or of a whole "step".
 
-    Attributes
-    ----------
-    work, dtype : Work, str
-        The work, and the dtype of all arrays.
-    seconds : dict of str to float
-        Medians by phase, or of a whole "step".
-    published : float or None
-        The published average step time; None if unpublished.
-    transport : str
-        The transport of its collectives; "" if unknown.
+    `published` is the published average step time, if there is one; the transport of its
+    collectives is "" if unknown.
     """
 
     work: Work
@@ -43,7 +35,7 @@ class Measured:
         A measured model is for the number of ranks that measured it.  An unknown transport
         matches all.
         """
-        same = not machine.passes or self.work.ranks == machine.measured_ranks
+        same = not machine.passes or self.work.grid.ranks == machine.measured_ranks
         return same and machine.matches_transport(self.transport)
 
 

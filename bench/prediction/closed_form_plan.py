@@ -33,24 +33,11 @@ Price = Callable[..., float]    # in seconds, given the fields of an event
 
 @dataclass(frozen=True)
 class GridPlan:
-    """A scheme on a grid with its predicted seconds and words, and its memory.
+    """A scheme on a grid with its predicted seconds, and its words in each phase.
 
-    Attributes
-    ----------
-    scheme, grid : str, GridShape
-        The scheme, and the sizes of its directions.
-    forward, backward : float
-        Predicted seconds.
-    words : dict of str to float
-        Words moved in each phase, mean over the ranks (exact).
-    over_bound : float
-        Words of the products in a forward pass over their lower bound.
-    memory : float
-        Peak bytes of rank 0, by a dry run; NaN without one.
-    fits : bool
-        Whether a rank of the machine has this much memory; True without a dry run.
-    traced : bool
-        Whether a dry run gave seconds and memory; otherwise closed forms gave the seconds.
+    Words are the mean over the ranks (exact), and those of the products in a forward pass are so
+    many times their lower bound.  If `traced`, a dry run gave seconds, and peak bytes of rank 0;
+    else closed forms gave the seconds, the memory is NaN, and it `fits`.
     """
 
     scheme: str
@@ -74,7 +61,7 @@ class GridPlan:
         return not self.fits, self.seconds
 
 
-def words_over_bound(name: str, grid: GridShape, sizes: ModelSizes) -> float:
+def _words_over_bound(name: str, grid: GridShape, sizes: ModelSizes) -> float:
     """Divide the words of all products in a forward pass by their lower bound; NaN if it is 0.
 
     The model has no experts: no bound is known for products whose rows have different weights.
@@ -122,7 +109,7 @@ def _screen(machine: machine_model.Machine, stack: Stack, price: Price,
             np.array(column, object) for column in zip(*(one.sizes for one in grids))])
     try:
         found, words = grid_work(name, grid, machine, stack, product_seconds=product_seconds)
-        bound = math.nan if stack.experts else words_over_bound(name, grid, stack.sizes)
+        bound = math.nan if stack.experts else _words_over_bound(name, grid, stack.sizes)
     except (AttributeError, TypeError, ValueError):    # a closed form is of numbers alone
         if len(grids) == 1:
             raise
@@ -143,14 +130,7 @@ def screen_grid(name: str, grid: GridShape, machine: machine_model.Machine,
 
 @dataclass(frozen=True)
 class PhaseWork:
-    """The work of a rank in a phase.
-
-    Attributes
-    ----------
-    seconds_alone : float
-        Of all but collectives.
-    collectives : tuple of (Collective, int)
-        Those of the phase, and how often each is called.
+    """The seconds of a rank's work in a phase, and its collectives, with how often each is called.
     """
 
     seconds_alone: float

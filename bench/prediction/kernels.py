@@ -57,22 +57,11 @@ def attention_of(machine: Machine, dtype: str) -> str:
 
 def with_kernels(trace: Trace, kernels: str, attention: str, dtype: str, head: int,
                  masked: float = 1.0) -> Trace:
-    """Return the trace of a step with the events of other kernels.
+    """Return the same trace of a step with "numpy", else one with the events of other `kernels`.
 
-    Parameters
-    ----------
-    kernels, attention : str
-        As of `bench.prediction.machine_model.Machine`, and of `attention_of`.
-    dtype : str
-        The dtype of activations, in which scores are multiplied too.
-    masked : float
-        The share of its scores that a rank of a context multiplies in the trace; fused kernels
-        are priced without regard to a mask, with a context as without.
-
-    Returns
-    -------
-    Trace
-        The same trace with "numpy"; else one whose `events` are those of other kernels.
+    `attention` is as of `attention_of`; `dtype` is that of activations, and of products of scores.
+    `masked` is the share of its scores that a rank of a context multiplies in the trace; fused
+    kernels are priced without regard to a mask, with a context as without.
     """
     if kernels == "numpy":
         return trace
@@ -91,7 +80,7 @@ def with_kernels(trace: Trace, kernels: str, attention: str, dtype: str, head: i
             scores[*where] += times * event.flops / masked
             made = {}
         elif isinstance(event, Boundary):
-            moved = one_kernel and boundary_bytes(event, *where, where[1] in with_weights)
+            moved = one_kernel and _boundary_bytes(event, *where, where[1] in with_weights)
             made = {MemoryPass("fused", moved): 1} if moved else {}
         elif isinstance(event, Call):
             made = {} if one_kernel else events_of_call(event)
@@ -109,7 +98,7 @@ def with_kernels(trace: Trace, kernels: str, attention: str, dtype: str, head: i
     return found
 
 
-class DeviceBackend(DryBackend):
+class _DeviceBackend(DryBackend):
     """Count in `trace` the products and the launches of the kernels of a GPU, without one."""
 
     def reset(self, block: int = sys.maxsize) -> None:
@@ -135,7 +124,7 @@ def events_of_call(call: Call) -> Counter:
 
     Arrays are taken to be contiguous.
     """
-    library = DeviceBackend()
+    library = _DeviceBackend()
 
     def argument(told: Any) -> Any:
         if told == "sum":
@@ -146,14 +135,11 @@ def events_of_call(call: Call) -> Counter:
     return Counter({event: times for (*_, event), times in library.trace.events.items()})
 
 
-def boundary_bytes(event: Boundary, phase: str, part: str, weighted: bool) -> int:
+def _boundary_bytes(event: Boundary, phase: str, part: str, weighted: bool) -> int:
     """Return the bytes that one kernel of a call of a layer moves.
 
-    Parameters
-    ----------
-    weighted : bool
-        Whether the layer is a product with weights, which moves its operands itself: backward
-        reads the gradient once more, for the bias.
+    A product with weights moves its operands itself: backward reads the gradient once more, for
+    the bias.
     """
     backward = phase != "forward" and not part.endswith(RECOMPUTED_SUFFIX)
     if weighted:

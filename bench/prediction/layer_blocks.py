@@ -28,14 +28,8 @@ OF_OTHERS = {"gather": 12, "ring": 8}
 class LayerKind:
     """What decides how much elementwise work each element of activations is.
 
-    Attributes
-    ----------
-    how : Architecture
-        An architecture without sizes.
-    group : int
-        The heads of queries that share one of keys.
-    experts : ExpertOptions, optional
-        Options of experts, which some of the layers have.
+    `how` is without sizes; a `group` of heads of queries shares one of keys; some of the layers
+    have the experts.
     """
 
     how: Architecture = PLAIN
@@ -66,14 +60,8 @@ def elementwise_coefficients(kernels: str = "numpy", attention: str = "flash",
     """Return coefficients of the words that elementwise work reads and writes in a layer.
 
     But for `gradient_words` they are linear in the numbers of `BlockSizes.elements`.  For both
-    phases, four small dry runs give the four coefficients; on three ranks heads are uneven.
-
-    Parameters
-    ----------
-    kernels, attention : str
-        As of `bench.prediction.machine_model.Machine`.
-    kind : LayerKind
-        The kind of the layer, with experts the mean of those with and without.
+    phases, four small dry runs give the four coefficients; on three ranks heads are uneven.  With
+    experts they are the mean of layers with and without.
     """
     rows, found = [], {phase: [] for phase in PHASES}
     for ranks, seq in ((1, 64), (3, 64), (4, 64), (1, 128)):
@@ -105,10 +93,7 @@ def launches(kernels: str, attention: str, recompute: str, kind: LayerKind,
 class BlockSizes:
     """Block sizes of the activations on rank 0, which has the largest.
 
-    Parameters
-    ----------
-    context : int
-        Number of grids among which the positions are divided.
+    Positions are divided among `context` grids.
     """
 
     def __init__(self, name: str, grid: GridShape, sizes: ModelSizes, context: int = 1) -> None:

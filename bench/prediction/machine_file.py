@@ -33,10 +33,8 @@ def publish_machine(machine: Machine | None, path: Path, comm) -> int:
 
     An existing file is replaced as a whole.
     """
-    problem = ""
-    if comm.rank == 0:
-        problem = write_machine(path, msgspec.to_builtins(machine, str_keys=True))
-    return comm.bcast(int(bool(problem)))
+    failed = comm.rank == 0 and write_machine(path, msgspec.to_builtins(machine, str_keys=True))
+    return comm.bcast(int(bool(failed)))
 
 
 def write_machine(path: Path, tree: dict[str, Any], missing: Sequence[str] = ()) -> str:
@@ -44,17 +42,15 @@ def write_machine(path: Path, tree: dict[str, Any], missing: Sequence[str] = ())
 
     Fields that are `missing` are named in the file, for its user to add.
     """
-    problem = ""
     try:
         atomic.replace(path, format_tree(tree, missing))
     except OSError as error:
         problem = error.strerror or str(error)
-    if problem:
         complain(f"failed: machine file {path} could not be written ({problem}); what was there "
                  f"is untouched")
-    else:
-        say(f"machine file: {path}")
-    return problem
+        return problem
+    say(f"machine file: {path}")
+    return ""
 
 
 def format_tree(tree: dict[str, Any], missing: Sequence[str] = ()) -> str:

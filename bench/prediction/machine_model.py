@@ -245,20 +245,10 @@ def cluster_suffix(cluster: Cluster | None) -> str:
 
 def check_machine(machine: Machine, name: str, ranks: int, transport: str,
                   cluster: Cluster | None) -> None:
-    """Refuse a machine that is no model for so many ranks, where they are.
+    """Raise UsageError for a machine measured with other ranks, elsewhere or otherwise.
 
-    Parameters
-    ----------
-    machine, name : Machine, str
-        The machine, and the value of ``--machine``; unmeasured ones are for all ranks.
-    ranks, transport, cluster : int, str, Cluster or None
-        The ranks, the name of their transport, and the emulated cluster that they are in.
-
-    Raises
-    ------
-    UsageError
-        When it was measured with other ranks, in another emulated cluster or with another
-        transport.
+    `name` is the value of ``--machine``, `transport` the name of that of the ranks, and `cluster`
+    the emulated one that they are in.  Machines that nobody measured are for all ranks.
     """
     count = machine.measured_ranks
     if machine.passes and count != ranks:
@@ -280,19 +270,10 @@ def check_machine(machine: Machine, name: str, ranks: int, transport: str,
 
 
 def load_machine(name: str, dtype: str = "") -> Machine:
-    """Read a machine.
+    """Read a supplied machine by its name, or a TOML file by its path.
 
-    Parameters
-    ----------
-    name : str
-        Name of a supplied machine, or path of a TOML file.
-    dtype : str
-        A dtype for which the machine must have a rate of products, if given.
-
-    Raises
-    ------
-    UsageError
-        When there is no such machine, the file does not describe one, or it has no such rate.
+    Raises UsageError when there is no such machine, the file does not describe one, or it has no
+    rate of products in `dtype`, if given.
     """
     machine = read_described(
         "machine", name, Machine,

@@ -39,16 +39,9 @@ def predict_peak(scheme: str, grid: GridSizes, stack: Stack, how: Variant = Vari
                  block: int = sys.maxsize) -> int:
     """Predict the peak bytes of rank 0, which has the most, by a dry run of the model.
 
-    Parameters
-    ----------
-    scheme, grid : str, tuple of int or GridShape
-        The scheme, and the sizes of its directions.
-    stack : Stack
-        The model, whose experts are assumed to get equally many tokens.
-    how : Variant
-        Its `keep` and `overlap` are used.
-    block : int
-        Elements that elementwise work handles at a time; by default whole arrays, as on a GPU.
+    Its experts are assumed to get equally many tokens.  Of `how` its `keep` and `overlap` are
+    used.  Elementwise work handles `block` elements at a time; by default whole arrays, as on a
+    GPU.
     """
     shape = find_scheme(scheme).grid_shape(grid)
     return dry_run.extrapolate_step(scheme, shape.ranks, shape, options=how.options(scheme),
@@ -109,14 +102,8 @@ def state_by_kind(dtype: str, parameters: float, zero: int = 0,
                   shards: int = 1) -> dict[str, float]:
     """Return the bytes of a rank's values, gradients, masters and moments in training by AdamW.
 
-    Parameters
-    ----------
-    dtype : str
-        The type of values; 16 bits have masters in float32, and gradients as wide.
-    parameters : float
-        Of a rank, undivided among replicas.
-    zero, shards : int
-        The stage of ZeRO, and the replicas that divide a copy of the model.
+    Values in 16 bits have masters in float32, and gradients as wide.  `parameters` are those of a
+    rank, undivided among replicas, of which `shards` divide a copy of the model by ZeRO.
     """
     size = itemsize(dtype)
     wide = max(size, 4)

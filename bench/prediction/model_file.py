@@ -73,20 +73,11 @@ class ModelFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def load_model(name: str, **changed: int | None) -> ModelFile:
-    """Read a model.
+    """Read a supplied model by its name, or a file: a `ModelFile` in TOML, or a config.json.
 
-    Parameters
-    ----------
-    name : str
-        Name of a supplied model; path of a TOML file with sizes and perhaps an `architecture` and
-        `experts`, or with the `config` of Hugging Face; or path of a config.json, or its folder.
-    **changed
-        Other sizes, by name, than those of the file; None for the file's.
-
-    Raises
-    ------
-    UsageError
-        When there is no such model, the file does not describe one, or nothing here computes it.
+    Of a config.json its folder would do.  `changed` are other sizes than those of the file, None
+    for the file's.  Raises UsageError when there is no such model, the file does not describe one,
+    or nothing here computes it.
     """
     path = Path(name)
     if path.suffix != ".json" and not (path / CONFIG).is_file():

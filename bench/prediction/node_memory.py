@@ -17,16 +17,9 @@ from mm3d.transport.nodes import create_node_communicator
 
 @dataclass(frozen=True)
 class NodeMemory:
-    """A node of a job.
+    """A node of a job: its ranks, and the bytes available for arrays, infinite if unknown.
 
-    Attributes
-    ----------
-    ranks : int
-        Number of the job's ranks on it.
-    checks : bool
-        Whether rank 0 is one of them, which computes the serial model.
-    available : float
-        Bytes available for arrays; infinite if unknown.
+    It `checks` if rank 0 is one of its ranks, which computes the serial model.
     """
 
     ranks: int
@@ -39,14 +32,8 @@ class MemoryNeed:
     """The memory of a row in bytes, beyond that of idle processes.
 
     It leaves out the buffers of MPI and the memory that pools hold for reuse.  Rows measured on 8
-    to 64 ranks of one node took 1.1 to 1.3 times as much.
-
-    Attributes
-    ----------
-    rank : float
-        Peak bytes of a step on rank 0, which has the most.
-    check : float
-        Additional bytes of rank 0 to compare the results with the serial scheme.
+    to 64 ranks of one node took 1.1 to 1.3 times as much.  `rank` is the peak of a step on rank 0,
+    which has the most; `check` what rank 0 adds to compare the results with the serial scheme.
     """
 
     rank: float
@@ -60,10 +47,7 @@ class MemoryNeed:
 def list_nodes(comm: MPI.Intracomm, limit: float | None = None) -> list[NodeMemory]:
     """List the nodes of a job; the same on every rank; each must call this.
 
-    Parameters
-    ----------
-    limit : float, optional
-        Bytes for arrays on each node, instead of those that its system has available.
+    `limit` is the bytes for arrays on each, instead of those that its system has available.
     """
     node = create_node_communicator(comm)
     seen = available_memory() if limit is None else limit
@@ -110,19 +94,10 @@ def explain_shortage(one: Case, grid: tuple[int, ...], recompute: str, nodes: li
 
 def check_row_fits(one: Case, grid: tuple[int, ...], recompute: str, backend: Backend,
                    comm: MPI.Intracomm, limit: float | None = None) -> None:
-    """Refuse a row for which a node lacks memory, before any large array is allocated.
+    """Raise LeftOut on every rank when a node lacks memory for a row, before it is allocated.
 
-    Each rank must call this.  The memory of devices is not checked.
-
-    Parameters
-    ----------
-    limit : float, optional
-        Bytes of a node for the row, instead of those available there; infinite for no limit.
-
-    Raises
-    ------
-    LeftOut
-        When a node lacks memory; the same on every rank.
+    Each rank must call this.  The memory of devices is not checked.  `limit` is the bytes of a
+    node for the row, instead of those available there; infinite for no limit.
     """
     if not backend.host_buffers or limit == math.inf:
         return

@@ -72,15 +72,8 @@ def rank_plans(ranks: int, machine: machine_model.Machine, stack: Stack,
     `top`, until `top` fit the memory.  On at most `FEW_RANKS` ranks the best plan of each scheme
     is traced too: where sizes divide badly, closed forms are further off for some schemes.
 
-    Parameters
-    ----------
-    top : int
-        Number of plans that are to fit.
-    scheme : str, optional
-        The scheme of all plans; by default each.
-    trace_of : callable, optional
-        Traces a rank of a plan, with a block of elementwise work; by default a step of one
-        replica, which is all that closed forms cover.
+    `trace_of` traces a rank of a plan, with a block of elementwise work; by default a step of one
+    replica, which is all that closed forms cover.
     """
     found = sorted(screen_grids(list_candidates(ranks, scheme), machine, stack),
                    key=lambda plan: plan.order)

@@ -109,7 +109,7 @@ def collective_terms(machine: Machine, event: Collective) -> Terms:
     gathered too, as MPI doubles distances from rank to rank.
     """
     if event.kind == "all_to_all" and event.direction == "c":
-        return shift_terms(machine, event)
+        return _shift_terms(machine, event)
     if event.direction in REPLICAS and "ordered" in machine.transport.split():
         twice = 1 + (event.kind == "all_reduce")
         event = event._replace(kind="all_to_all", bytes=twice * event.bytes)
@@ -117,8 +117,10 @@ def collective_terms(machine: Machine, event: Collective) -> Terms:
     for pieces in (event.pieces, False):    # columns that were not measured count as rows
         curve = measured.get((event.kind, event.size, event.stride, pieces))
         if curve is not None:
+            inside = link_level(event.size, event.stride, machine.ranks_per_node)[0] == "node"
+            waits = machine.node_waiting if inside and machine.node_waiting else machine.waiting
             return {"node": curve.at(event.bytes),
-                    "latency": barriers(event) * waiting_seconds(machine, event)}
+                    "latency": barriers(event) * waits.get(event.size, 0.0)}
     g = event.size
     steps, moved = message_steps(event), ring_bytes(event)
     within = moved / machine.node.bytes_per_second
@@ -142,7 +144,7 @@ def collective_terms(machine: Machine, event: Collective) -> Terms:
             "latency": steps * machine.network.seconds_per_message}
 
 
-def shift_terms(machine: Machine, event: Collective) -> Terms:
+def _shift_terms(machine: Machine, event: Collective) -> Terms:
     """Predict the seconds in which each rank of a ring sends an array to the next, by term.
 
     It is a step of a ring's all-gather, in which all lines through a node share its link.
@@ -175,13 +177,6 @@ def chain_delay(event: Collective, per_node: int) -> float:
     return 2 * (1 - 1 / nodes) * min(1.0, chunk_bytes(share, nodes) / share)
 
 
-def waiting_seconds(machine: Machine, event: Collective) -> float:
-    """Return by how many seconds a barrier of a collective's ranks takes longer in a step."""
-    level, _ = link_level(event.size, event.stride, machine.ranks_per_node)
-    waits = machine.node_waiting if machine.node_waiting and level == "node" else machine.waiting
-    return waits.get(event.size, 0.0)
-
-
 def uncopied_collectives(transport: str) -> frozenset[str]:
     """Return the collectives inside a node that copy nothing, for this `Machine.transport`.
 
@@ -207,13 +202,13 @@ def link_level(size: int, stride: int, per_node: int, transport: str = "",
         return "node", 1.0
     even = span % per_node == 0 and 0 in (per_node % stride, stride % per_node)
     if not even and math.lcm(span, per_node) <= MOST_UNEVEN:
-        return "network", uneven_load(size, stride, per_node, once, rooted)
+        return "network", _uneven_load(size, stride, per_node, once, rooted)
     ranks = min(size, max(1, per_node // stride))    # of a line, in a node
     load = per_node / ranks
     return "network", load * (size - ranks) / (size - 1) if once and not rooted else load
 
 
-def uneven_load(size: int, stride: int, per_node: int, once: bool, rooted: bool) -> float:
+def _uneven_load(size: int, stride: int, per_node: int, once: bool, rooted: bool) -> float:
     """Compute the load of `link_level` where nodes hold unequal numbers of ranks of a line."""
     ranks = np.arange(math.lcm(size * stride, per_node))
     node, line = ranks // per_node, ranks // (size * stride) * stride + ranks % stride
@@ -230,15 +225,10 @@ def uneven_load(size: int, stride: int, per_node: int, once: bool, rooted: bool)
 
 
 def place_trace(trace: Trace, grid: GridShape, order: str) -> Trace:
-    """Return the trace of a step with its ranks placed in another order on the nodes.
+    """Return the trace of a step, in the order of the grid, with ranks in another on the nodes.
 
-    Parameters
-    ----------
-    trace : Trace
-        A step, whose ranks fill one node after the other in the order of the grid.
-    order : str
-        The directions from the one that varies slowest from rank to rank to the fastest, as
-        `bench.instruments.placement.direction_order` returns them.
+    `order` has the directions from the one that varies slowest from rank to rank to the fastest,
+    as `bench.instruments.placement.direction_order` returns them.
     """
     placed = GridShape(order, [grid[axis] for axis in order])
     return with_strides(trace, lambda event: placed.stride(event.direction))
@@ -255,32 +245,29 @@ def with_strides(trace: Trace, stride_of: Callable[[Collective], int]) -> Trace:
     return found
 
 
+def event_terms(machine: Machine, event: Collective | Gemm | Flash | MemoryPass) -> Terms:
+    """Predict the seconds of a collective or an operation by term, at full figures."""
+    if isinstance(event, Collective):
+        return collective_terms(machine, event)
+    if isinstance(event, MemoryPass):
+        return {"latency": machine.launch_seconds, "memory": pass_seconds(machine, event)}
+    return {"latency": machine.launch_seconds,
+            "gemm": event.flops / machine.gemm_rate[event.dtype] if isinstance(event, Flash)
+            else gemm_seconds(machine, event)}
+
+
 def work_seconds(machine: Machine, event: Gemm | MemoryPass) -> float:
     """Predict the seconds of a product or an elementwise operation at the achieved fractions."""
-    spent = {"latency": machine.launch_seconds}
-    if isinstance(event, MemoryPass):
-        return achieved_seconds(machine, spent | {"memory": pass_seconds(machine, event)})
-    return achieved_seconds(machine, spent | {"gemm": gemm_seconds(machine, event)})
+    return achieved_seconds(machine, event_terms(machine, event))
 
 
 def trace_terms(machine: Machine, trace: Trace) -> dict[str, Terms]:
     """Predict the seconds of each phase by term, at full figures; "sums" among them if traced."""
     found = {phase: dict.fromkeys(TERMS, 0.0) for phase in trace.all_phases}
     for (phase, _, event), times in trace.events.items():
-        if phase not in found or isinstance(event, (Overlapped, Boundary, Call)):
-            continue
-        spent = found[phase]
-        if isinstance(event, Collective):
-            for term, seconds in collective_terms(machine, event).items():
-                spent[term] += times * seconds
-            continue
-        spent["latency"] += times * machine.launch_seconds
-        if isinstance(event, Flash):
-            spent["gemm"] += times * event.flops / machine.gemm_rate[event.dtype]
-        elif isinstance(event, MemoryPass):
-            spent["memory"] += times * pass_seconds(machine, event)
-        else:
-            spent["gemm"] += times * gemm_seconds(machine, event)
+        if phase in found and not isinstance(event, (Overlapped, Boundary, Call)):
+            for term, seconds in event_terms(machine, event).items():
+                found[phase][term] += times * seconds
     return found
 
 

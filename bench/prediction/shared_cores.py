@@ -23,16 +23,11 @@ def trace_on_cores(trace_rank: Callable[[int], Trace], scheme: str, grid: GridSh
     """Return the trace of rank 0, with products and passes averaged over all ranks.
 
     An operation on a fraction f of the ranks counts f times, but never less than it would if each
-    rank had a core to itself.
-
-    Parameters
-    ----------
-    cores : int
-        Number of cores that all ranks of the grid share; 0 where each rank has its own, or this
-        is unknown.  Then, and where all ranks compute alike, this is the trace of rank 0 itself.
+    rank had a core to itself.  Where each rank has its own, or this is unknown, `cores` is 0:
+    then, and where all ranks compute alike, this is the trace of rank 0 itself.
     """
     first = trace_rank(0)
-    if not cores or not computes_on_faces(scheme, grid):
+    if not cores or not _computes_on_faces(scheme, grid):
         return first
     shares: Counter = Counter()
     for rank, share in _ranks_of_faces(grid):
@@ -47,7 +42,7 @@ def trace_on_cores(trace_rank: Callable[[int], Trace], scheme: str, grid: GridSh
     return found
 
 
-def computes_on_faces(scheme: str, grid: GridShape) -> bool:
+def _computes_on_faces(scheme: str, grid: GridShape) -> bool:
     """Return whether activations of a scheme lie on faces of the grid, so that some ranks idle."""
     spaces = find_scheme(scheme).layouts(grid, batch=1, seq=1)
     return any(without_faces(letters) != letters for space in spaces for letters in space[:2])

@@ -33,12 +33,7 @@ SHARED_MEMORY = Level(0.0, 1e30)    # inside a node: copies are software
 def shrink_machine(machine: Machine, factor: float) -> Machine:
     """Return a machine that takes 1/factor^2 of the time when lengths are divided by `factor`.
 
-    Parameters
-    ----------
-    machine : Machine
-        The machine for the model before its lengths are divided.
-    factor : float
-        The factor by which hidden size and sequence length are divided.
+    Hidden size and sequence length are; `machine` is the one for the model before.
     """
     square = factor ** 2
 
@@ -63,10 +58,10 @@ def work_scale(machine: Machine, cluster: Cluster) -> float:
     if cluster.link is None:
         raise UsageError(f"cluster {cluster}: links without a limit have no ratio to those of "
                          f"{machine.name}; give --work-scale")
-    return machine.network.bytes_per_second * machine.achieved.network / link_bytes(cluster.link)
+    return machine.network.bytes_per_second * machine.achieved.network / _link_bytes(cluster.link)
 
 
-def link_bytes(link: float) -> float:
+def _link_bytes(link: float) -> float:
     """Return the bytes of messages that a link of `link` bit/s carries in a second."""
     return PAYLOAD * link / 8
 
@@ -75,18 +70,12 @@ def emulating_machine(machine: Machine, shrink: float, scale: float,
                       cluster: Cluster | None) -> Machine:
     """Return the model of the emulated cluster whose ranks wait for the work of `machine`.
 
-    It has links and waits alone: software takes no time.
-
-    Parameters
-    ----------
-    shrink, scale : float
-        The factors of `shrink_machine`, and of its seconds.
-    cluster : Cluster or None
-        The emulated cluster; None for one node.
+    It has links and waits alone: software takes no time.  `shrink` and `scale` are the factors of
+    `shrink_machine`, and of its seconds; the emulated `cluster` is None for one node.
     """
     shrunk, achieved = shrink_machine(machine, shrink), machine.achieved
     network = SHARED_MEMORY if cluster is None or cluster.link is None else Level(
-        cluster.latency, link_bytes(cluster.link))
+        cluster.latency, _link_bytes(cluster.link))
     return msgspec.structs.replace(
         shrunk, name=f"{machine.name}, emulated", node=SHARED_MEMORY, network=network,
         ranks_per_node=cluster.ranks if cluster else 2 ** 30,
@@ -115,10 +104,7 @@ def predict_phases(machine: Machine, scheme: str, grid: GridShape, order: str, s
                    variant: Variant, recompute: str = "none") -> dict[str, tuple[float, float]]:
     """Predict the seconds of work, and those of communication, of a step by phase.
 
-    Parameters
-    ----------
-    order : str
-        The directions of the grid from the one that varies slowest over the nodes to the fastest.
+    `order` has the grid's directions from the one that varies slowest over nodes to the fastest.
     """
     trace = dry_run.extrapolate_step(
         scheme, grid.ranks, grid.sizes, dtype=variant.dtype, options=variant.options(scheme),

@@ -35,31 +35,13 @@ def measure_works(batches: Sequence[Sequence[Work]], comm, dtype: str, seed: int
     """Verify and measure forward and backward of works on all ranks of `comm`.
 
     Each round has a random order, so that a disturbance of the machine affects no single work.
+    Those of a batch are in memory together.  `after` is called after each round of each batch,
+    with how many there were.
 
-    Parameters
-    ----------
-    batches : sequence of sequence of Work
-        Products and Transformers on grids of all ranks; those of a batch are in memory together.
-    seed : int
-        The seed of the numbers and of the order of measurements.
-    progress : callable, optional
-        Is given a line on what was done, on every rank.
-    after : callable, optional
-        Is called after each round of each batch, with how many there were.
+    Returns seconds, (rounds, works, phases), the same on all ranks; and what was verified.
 
-    Returns
-    -------
-    samples : (rounds, works, phases) ndarray
-        Seconds, the same on all ranks.
-    checks : list of Check
-        What was verified.
-
-    Raises
-    ------
-    ValueError
-        When the sizes of a work do not fit the grid or each other.
-    WrongResult
-        On all ranks, when a result is wrong; before anything of its batch is timed.
+    Raises ValueError when the sizes of a work do not fit the grid or each other; WrongResult, on
+    all ranks, when a result is wrong, before anything of its batch is timed.
     """
     prepare = {"matmul": prepare_product, "layer": prepare_layer}
     count, done = sum(map(len, batches)), 0

@@ -25,19 +25,9 @@ ORDER = "order="    # before the order of the ranks in a label
 class Work:
     """A product of matrices or a Transformer, with its scheme and grid.
 
-    Attributes
-    ----------
-    kind : {"matmul", "layer"}
-        A product, or a Transformer.
-    scheme, grid : str, GridShape
-        The scheme, and the sizes of its directions.
-    sizes : tuple of int
-        M, N and K, or hidden, heads, batch, seq and layers.
-    form : str
-        The form of a product, such as "ab"; "" for a Transformer.
-    order : str
-        The directions, from the one that varies slowest over consecutive ranks, which fill the
-        nodes, to the fastest; "" for the order of the grid.
+    The kind is "matmul" or "layer", with M, N and K and a form such as "ab", or hidden, heads,
+    batch, seq and layers.  The order has the directions from the one that varies slowest over
+    consecutive ranks, which fill the nodes, to the fastest; "" for the order of the grid.
     """
 
     kind: str
@@ -59,11 +49,6 @@ class Work:
         """Return what is computed, on whatever grid."""
         return self.kind, self.sizes, self.form
 
-    @property
-    def ranks(self) -> int:
-        """Return the number of ranks."""
-        return self.grid.ranks
-
     @classmethod
     def parse(cls, label: str) -> "Work":
         """Return the work that a label names."""
@@ -76,26 +61,21 @@ class Work:
 
 def trace_work(work: Work, dtype: str, machine: Machine) -> Trace:
     """Run rank 0 of `work` dry, as `machine` computes elementwise work and shares its cores."""
-    trace = _trace_in_order(work, dtype, machine)
-    return place_trace(trace, work.grid, work.order) if work.order else trace
-
-
-def _trace_in_order(work: Work, dtype: str, machine: Machine) -> Trace:
-    """Run rank 0 dry, with ranks in the order of the grid."""
     if work.kind == "layer":
-        return trace_on_cores(
+        trace = trace_on_cores(
             lambda rank: dry_run.extrapolate_step(
-                work.scheme, work.ranks, work.grid, rank, dtype=dtype,
+                work.scheme, work.grid.ranks, work.grid, rank, dtype=dtype,
                 block=machine.elementwise_block, **dict(zip(SIZE_NAMES["layer"], work.sizes))),
-            work.scheme, work.grid, machine.cores_shared_by(work.ranks))
-    backend = backends.get(DryBackend())
-    backend.reset(machine.elementwise_block)
-    grid = product_grid(work.scheme, DryCommunicator(work.ranks), work.grid, backend)
-    problem = Problem(work.scheme, work.form, grid, work.sizes, dtype)
-    with observed(problem.grid, backend.trace, problem):
-        for phase in PHASES:
-            getattr(problem, phase)()
-    return backend.trace
+            work.scheme, work.grid, machine.cores_shared_by(work.grid.ranks))
+    else:
+        backend = backends.get(DryBackend())
+        backend.reset(machine.elementwise_block)
+        grid = product_grid(work.scheme, DryCommunicator(work.grid.ranks), work.grid, backend)
+        problem, trace = Problem(work.scheme, work.form, grid, work.sizes, dtype), backend.trace
+        with observed(problem.grid, trace, problem):
+            for phase in PHASES:
+                getattr(problem, phase)()
+    return place_trace(trace, work.grid, work.order) if work.order else trace
 
 
 def predict_seconds(machine: Machine, work: Work, dtype: str) -> Seconds:

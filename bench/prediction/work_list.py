@@ -25,29 +25,18 @@ def list_works(ranks: int, products: Iterable[tuple[int, ...]],
                schemes: Sequence[str] = (), most: int = sys.maxsize) -> list[Work]:
     """List products C = AB and Transformers of these sizes, on all grids of all schemes.
 
-    Parameters
-    ----------
-    products : iterable of tuple of int
-        M, N and K of each.
-    inside : sequence of str, optional
-        Directions.  Each grid is listed once for each of them that leads to another order of its
-        ranks, in which its coordinate varies fastest; by default in the order of the grid alone.
-    schemes : sequence of str, optional
-        Their names; by default all that divide the work.
-    most : int, optional
-        Of a scheme with more grids, so many are listed, spread over all of them.
+    Each grid is listed once for each direction `inside` that leads to another order of its ranks,
+    in which its coordinate varies fastest; by default in the order of the grid alone.  Of a scheme
+    with more grids than `most`, so many are listed, spread over all of them.
 
-    Raises
-    ------
-    ValueError
-        When one of `schemes` has no grid of `ranks` ranks, or there is nothing to list.
+    Raises ValueError when one of `schemes`, by default all that divide the work, has no grid of
+    `ranks` ranks, or there is nothing to list.
     """
-    alone = find_scheme("3d").grid_shape((1, 1, 1))
-    grids = [("3d", alone)]
+    grids = [("3d", find_scheme("3d").grid_shape((1, 1, 1)))]
     if ranks > 1:
         every = [one for name in schemes or [None] for one in planner.list_candidates(ranks, name)]
         of_schemes = itertools.groupby(every, key=lambda one: one[0])
-        grids = [one for _, some in of_schemes for one in choose_evenly(list(some), most)]
+        grids = [one for _, some in of_schemes for one in _choose_evenly(list(some), most)]
     works = [Work("matmul", scheme, grid, sizes, "ab") for sizes in products
              for scheme, grid in grids if find_scheme(scheme).matrix_product]
     works += [Work("layer", scheme, grid, sizes) for sizes in layers for scheme, grid in grids]
@@ -58,7 +47,7 @@ def list_works(ranks: int, products: Iterable[tuple[int, ...]],
             for order in (list_orders(work.grid, inside) if inside else [""])]
 
 
-def choose_evenly(listed: list, most: int) -> list:
+def _choose_evenly(listed: list, most: int) -> list:
     """Choose at most `most` of `listed`, the first and the last and others evenly between."""
     if len(listed) <= most:
         return listed
@@ -68,17 +57,13 @@ def choose_evenly(listed: list, most: int) -> list:
 def works_in_batches(works: Sequence[Work], dtype: str, memory: float) -> list[list[Work]]:
     """Divide works, in their order, into as few batches as fit in the machine's memory.
 
-    All works of a batch are in memory together; a single one may need more than there is.  If they
-    do not fit in one, those of other sizes are apart: which grid is the fastest should be found
-    within a batch, as from one to another the machine may have become slower or faster.
-
-    Parameters
-    ----------
-    memory : float
-        Its bytes, which all ranks share.
+    All works of a batch are in memory together, whose bytes all ranks share; a single one may need
+    more than there is.  If they do not fit in one, those of other sizes are apart: which grid is
+    the fastest should be found within a batch, as from one to another the machine may have become
+    slower or faster.
     """
-    room = USED * memory / works[0].ranks - BYTES_OF_A_RANK
-    needed = [BYTES_OF_A_WORK + estimate_bytes(work, dtype) for work in works]
+    room = USED * memory / works[0].grid.ranks - BYTES_OF_A_RANK
+    needed = [BYTES_OF_A_WORK + _estimate_bytes(work, dtype) for work in works]
     if sum(needed) <= room:
         return [list(works)]
     batches: list[list[Work]] = []
@@ -102,14 +87,14 @@ def sort_contenders(works: Sequence[Work], seconds: Sequence[float]) -> list[Wor
     return [work for problem in problems for work, _ in expected if work.problem == problem]
 
 
-def estimate_bytes(work: Work, dtype: str) -> float:
+def _estimate_bytes(work: Work, dtype: str) -> float:
     """Estimate the bytes of a rank's arrays, with those of a step."""
     if work.kind == "layer":
         return memory_fit.predict_peak(
             work.scheme, work.grid,
             Stack(**dict(zip(SIZE_NAMES["layer"], work.sizes)), dtype=dtype))
     m, n, k = work.sizes
-    gathered = max(work.grid.sizes) / work.ranks    # of each matrix and its gradient, at most
+    gathered = max(work.grid.sizes) / work.grid.ranks    # of each matrix and its gradient, at most
     return 2 * (m * n + n * k + m * k) * gathered * itemsize(dtype)
 
 

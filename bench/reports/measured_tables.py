@@ -112,7 +112,7 @@ def choice_table(pairs: Sequence[Pair]) -> Table:
     for (work, *how), totals in runs.items():
         predicted, seconds = np.median(totals, axis=0).tolist()
         for schemes in ("all", work.scheme):
-            key = work.kind, work.sizes, work.form, *how, work.ranks, schemes
+            key = work.kind, work.sizes, work.form, *how, work.grid.ranks, schemes
             groups.setdefault(key, []).append((predicted, seconds, work))
     rows: list[list[Cell]] = []
     for (*_, ranks, schemes), tried in groups.items():

@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
         if others:
             raise UsageError(f"--paper {arguments.paper} computes tables and measures nothing: "
                              f"leave {', '.join(others)} out")
-        from bench.papers.recompute import recompute    # not needed to measure
+        from bench.papers.tables import recompute    # not needed to measure
         return recompute(arguments.paper, arguments.show)
     if launcher.local_ranks() > 1:
         raise UsageError("reproduce starts mpirun itself: run it without, as in "

@@ -2,12 +2,19 @@
 import msgspec
 
 from bench.prediction.machine_file import format_tree
-from bench.prediction.machine_model import Machine
+from bench.prediction.machine_model import Machine, load_machine
 
 
 def format_machine(machine: Machine) -> str:
     """A machine's file, as `calibrate` writes it."""
     return format_tree(msgspec.to_builtins(machine, str_keys=True))
+
+
+def write_machine(folder, **figures) -> str:
+    """The file of a machine like the processor but for some figures."""
+    path = folder / "mine.toml"
+    path.write_text(format_machine(msgspec.structs.replace(load_machine("cpu"), **figures)))
+    return str(path)
 
 
 def assert_sourced(machine):

@@ -26,18 +26,10 @@ NO_LINKS = Level(0.0, 1e15)    # of one rank, which sends nothing
 
 @dataclass(frozen=True)
 class ProductFit:
-    """Fitted seconds of a product m x n by n x k.
+    """Fitted seconds of a product: those of one of no size, and operations a second of large ones.
 
-    Attributes
-    ----------
-    start : float
-        Seconds of a product of no size.
-    rate : float
-        Operations a second of large products.
-    half : tuple of float
-        Half sizes of m, n and k, as in `bench.prediction.machine_model.Machine`.
-    errors : dict of tuple to float
-        The relative error of the fit at each measured shape.
+    `half` are the half sizes of its edges, as in `Machine.gemm_half_size`, and `errors` the
+    relative ones of the fit at each measured shape.
     """
 
     start: float
@@ -64,11 +56,11 @@ def fit_machine(record: Measurements) -> Machine:
     ranks, nodes = int(environs["ranks"]), str(environs["node_of_rank"]).split()
     per_node = nodes.count(nodes[0])
     works, steps = step_samples(record)
-    alone = group_by_first(least_seconds(record))
+    alone = _group_by_first(least_seconds(record))
     products = {dtype: fit_products(times)
-                for dtype, times in group_by_first(alone["product"]).items()}
-    passes = {name: curve for (name,), curve in make_curves(alone["pass"]).items()}
-    lines = [make_line(*one) for one in make_curves(alone.get("collective", {})).items()]
+                for dtype, times in _group_by_first(alone["product"]).items()}
+    passes = {name: curve for (name,), curve in _make_curves(alone["pass"]).items()}
+    lines = [_make_line(*one) for one in _make_curves(alone.get("collective", {})).items()]
     links = fit_links(lines, per_node, transport)
     node = links.get("node", NO_LINKS)
     largest, first = passes["multiply"], products[DTYPE]
@@ -91,10 +83,10 @@ def fit_machine(record: Measurements) -> Machine:
         passes=passes | {"other": largest},    # for all other operations
         collectives=lines, transport=transport)
     machine = fit_step_losses(machine, works, np.median(steps, axis=0))
-    return msgspec.structs.replace(machine, sources=state_sources(machine, products, record))
+    return msgspec.structs.replace(machine, sources=_state_sources(machine, products, record))
 
 
-def group_by_first(times: dict[tuple, float]) -> dict[str, dict[tuple, float]]:
+def _group_by_first(times: dict[tuple, float]) -> dict[str, dict[tuple, float]]:
     """Group seconds by the first entry of their keys, which then lack it."""
     found: dict[str, dict[tuple, float]] = {}
     for (first, *rest), seconds in times.items():
@@ -117,7 +109,7 @@ def fit_products(times: dict[ProductSizes, float]) -> ProductFit:
                       dict(zip(times, errors.tolist())))
 
 
-def make_curves(times: dict[tuple, float]) -> dict[tuple, Curve]:
+def _make_curves(times: dict[tuple, float]) -> dict[tuple, Curve]:
     """Make curves of seconds by the last number of each key, the bytes, for all of the rest."""
     found: dict[tuple, Curve] = {}
     for (*key, size), taken in times.items():
@@ -127,7 +119,7 @@ def make_curves(times: dict[tuple, float]) -> dict[tuple, Curve]:
     return found
 
 
-def make_line(key: tuple[str, int, int, bool], curve: Curve) -> Line:
+def _make_line(key: tuple[str, int, int, bool], curve: Curve) -> Line:
     """Make the line of a collective's kind, size, stride and pieces."""
     kind, size, stride, pieces = key
     alpha, beta, _ = fit_line(np.array(curve.bytes), np.array(curve.seconds))
@@ -189,8 +181,8 @@ def fit_step_losses(machine: Machine, works: Sequence[Work], took: np.ndarray) -
         launch_seconds=launch, waiting=waiting, node_waiting=node_waiting)
 
 
-def state_sources(machine: Machine, products: dict[str, ProductFit],
-                  record: Measurements) -> dict[str, str]:
+def _state_sources(machine: Machine, products: dict[str, ProductFit],
+                   record: Measurements) -> dict[str, str]:
     """Return the source of each figure of the model, as its file states it."""
     environs, rounds = record.environment, record.configuration["rounds"]
     works, steps = step_samples(record)

@@ -37,18 +37,10 @@ GRIDS = 10
 
 @dataclass(frozen=True)
 class Extent:
-    """How much is measured.
+    """How much is measured: whole steps of Transformers, products, passes and collectives.
 
-    Attributes
-    ----------
-    works : list of Work
-        Transformers, of whole steps.
-    rounds, steps : int
-        Rounds over operations alone, and the steps of each Transformer before each of them.
-    shapes : sequence of tuple of int
-        Products.
-    sizes : sequence of int
-        Bytes of the arrays of elementwise passes.
+    There are so many rounds over operations alone, and so many steps of each Transformer before
+    each of them; `sizes` are in bytes of the arrays of elementwise passes.
     """
 
     works: list[Work]
@@ -79,14 +71,8 @@ def list_models(cluster: Cluster | None, many: bool = False) -> tuple[tuple[int,
 
     The short model then has half the features and half the tokens: ranks wait less between
     operations that are shorter.  Of `many` ranks it is left out: its steps are work of the shared
-    cores alone, which longer ones hide behind the links.
-
-    Parameters
-    ----------
-    cluster : Cluster or None
-        The emulated cluster, if the ranks are on several of its nodes.
-    many : bool, optional
-        Whether there are far more ranks than cores.
+    cores alone, which longer ones hide behind the links.  The emulated cluster is None on one of
+    its nodes.
     """
     if cluster is None or cluster.link is None:
         return MODELS
@@ -100,36 +86,23 @@ def list_models(cluster: Cluster | None, many: bool = False) -> tuple[tuple[int,
 
 def measure_samples(comm, progress: whole_steps.Report = lambda line: None,
                     extent: Extent | None = None) -> Measurements | None:
-    """Measure this machine with all ranks of `comm`.
+    """Measure this machine with all ranks of `comm`, by default what `choose_extent` chooses.
 
     Every result is verified before it is timed.  Whole steps and operations alone are measured in
     the same rounds, so that a disturbance of the machine affects a few samples of each kind.
 
-    Parameters
-    ----------
-    extent : Extent, optional
-        How much is measured; by default what `choose_extent` chooses.
+    Returns on rank 0 the record of all samples, to which `bench.prediction.calibration.fit` fits a
+    machine model; None on the others.
 
-    Returns
-    -------
-    Measurements or None
-        On rank 0 the record of all samples, to which `bench.prediction.calibration.fit` fits a
-        machine model; None on the others.
-
-    Raises
-    ------
-    UsageError
-        When the ranks run on several nodes that are not those of an emulated cluster, or not
-        equally many on each; the environment names an unknown transport; or the memory of this
-        machine is unknown or too small for all ranks.
-    WrongResult
-        When a result is wrong; the same on every rank.
+    Raises UsageError when the ranks run on several nodes that are not those of an emulated
+    cluster, or not equally many on each; the environment names an unknown transport; or the memory
+    of this machine is unknown or too small for all ranks.  WrongResult is the same on every rank.
     """
     transport = operands.default_transport(comm)
     cluster = find_cluster(number_nodes(comm), Cluster.from_environment())
     memory = read_memory(comm.size, total_memory())
     if cluster:
-        transport = transports_of_lines(comm)
+        transport = _transports_of_lines(comm)
     extent = extent or choose_extent(comm.size, cluster, memory)
     work = (operations_alone.processor_sampler(comm, launcher.cores())
             if launcher.oversubscribed() else operations_alone.makespan_sampler(comm))
@@ -196,7 +169,7 @@ def read_memory(ranks: int, memory: int | None) -> int:
     return memory
 
 
-def transports_of_lines(comm) -> str:
+def _transports_of_lines(comm) -> str:
     """Return the names of the transports along all lines that grids of the ranks have."""
     names: set[str] = set()
     for size, stride in operations_alone.list_placements(comm.size):

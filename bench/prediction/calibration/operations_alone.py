@@ -60,14 +60,7 @@ def processor_sampler(comm, cores: int, now: Callable[[], float] = time.process_
     and calls.
 
     Where ranks outnumber cores, a core serves another rank while one waits, and a short makespan
-    depends on how the system schedules ranks.
-
-    Parameters
-    ----------
-    comm : mpi4py.MPI.Intracomm
-        All ranks, which share the cores.
-    now : callable, optional
-        Returns the processor time of this rank.
+    depends on how the system schedules ranks.  `now` returns the processor time of this rank.
     """
     def take(step: RepeatedCall) -> list[float]:
         def span(calls: int) -> float:
@@ -82,8 +75,8 @@ def processor_sampler(comm, cores: int, now: Callable[[], float] = time.process_
     return take
 
 
-def measure_products(comm, take: Take, dtype: str, shapes: Iterable[tuple] = SHAPES,
-                     multiply: Callable = matmul) -> dict[Point, list[float]]:
+def measure_products(comm, take: Take, dtype: str,
+                     shapes: Iterable[tuple]) -> dict[Point, list[float]]:
     """Measure products m x n by n x k.
 
     The larger operand is gathered from all ranks, as in the algorithms: in shared memory, caches
@@ -99,9 +92,8 @@ def measure_products(comm, take: Take, dtype: str, shapes: Iterable[tuple] = SHA
 
     def measure(m: int, n: int, k: int) -> list[float]:
         a, b = operand("A", (m, n), m > k), operand("B", (n, k), m <= k)
-        operation.check_own_product(f"C of {m} x {n} x {k} {dtype}", (a, b, multiply(a, b)), 0,
-                                    comm)
-        return take(lambda: multiply(a, b))
+        operation.check_own_product(f"C of {m} x {n} x {k} {dtype}", (a, b, matmul(a, b)), 0, comm)
+        return take(lambda: matmul(a, b))
 
     found = {("product", dtype, *shape): measure(*shape) for shape in shapes}
     grid.free()
@@ -129,9 +121,7 @@ def list_passes(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> dict[str, tupl
                        width * square)}
 
 
-def measure_passes(comm, take: Take, sizes: Iterable[int],
-                   listed: Callable[..., dict[str, tuple]] = list_passes
-                   ) -> dict[Point, list[float]]:
+def measure_passes(comm, take: Take, sizes: Iterable[int]) -> dict[Point, list[float]]:
     """Measure float32 passes over arrays of `sizes` bytes.
 
     Small passes find their operands in cache, as in the blocks of `mm3d.arrays.numpy_kernels`;
@@ -140,7 +130,7 @@ def measure_passes(comm, take: Take, sizes: Iterable[int],
     found = {}
     for length in (size // 4 for size in sizes):
         a, b = (np.full(length, FILL, np.float32) for _ in range(2))
-        for name, (step, moved, result, expected) in listed(a, b, np.zeros_like(a)).items():
+        for name, (step, moved, result, expected) in list_passes(a, b, np.zeros_like(a)).items():
             step()
             right = np.allclose(result, expected, rtol=1e-5)
             agree("" if right else f"{name} of {length} elements is not {expected:g}", comm,
@@ -172,7 +162,7 @@ def list_collectives(ranks: int, sizes: Sequence[int],
     found = []
     for size, stride in list_placements(ranks):
         for kind, pieces in KINDS:
-            busy = link_seconds(kind, size, stride, cluster)
+            busy = _link_seconds(kind, size, stride, cluster)
             if busy and pieces:
                 continue
             most = sizes[-1]
@@ -183,7 +173,7 @@ def list_collectives(ranks: int, sizes: Sequence[int],
     return found
 
 
-def link_seconds(kind: str, size: int, stride: int, cluster: Cluster | None) -> float:
+def _link_seconds(kind: str, size: int, stride: int, cluster: Cluster | None) -> float:
     """Return the seconds that a byte of the array keeps the links of a cluster busy; 0 in a node.
     """
     if cluster is None or cluster.link is None:

@@ -19,7 +19,7 @@ WAYS = ("rows", "columns")    # whose parts lie in one piece, or in many
 Point = tuple
 
 
-def label_operation(point: Point) -> str:
+def _label_operation(point: Point) -> str:
     """Return the name of an operation, such as ``product float32 1024x64x1024``,
     ``pass multiply 768 bytes`` or ``collective broadcast rows 4 ranks 2 apart 512 bytes``."""
     kind, name, *sizes = point
@@ -31,7 +31,7 @@ def label_operation(point: Point) -> str:
     return f"collective {name} {WAYS[pieces]} {size} ranks {stride} apart {length} bytes"
 
 
-def parse_operation(label: str) -> Point:
+def _parse_operation(label: str) -> Point:
     """Return the operation that a label names."""
     kind, name, *words = label.split()
     if kind == "product":
@@ -46,20 +46,10 @@ def make_calibration_record(operations: Mapping[Point, Sequence[float]], works: 
                             steps: np.ndarray, checks: list[Check],
                             configuration: Mapping[str, Setting],
                             environment: Mapping[str, Setting]) -> Measurements:
-    """Make the record of a calibration.
+    """Make the record of a calibration, of seconds of operations alone and of whole steps.
 
-    Parameters
-    ----------
-    operations : dict of tuple to sequence of float
-        Seconds of operations repeated alone.
-    works : sequence of Work
-        Transformers.
-    steps : (repetitions, n) ndarray
-        Seconds of whole steps of each.
-    checks : list of Check
-        The verification of the steps; operations alone are verified exactly before they are timed.
-    configuration, environment : dict of str to str, int, float or bool
-        The settings of the run, and the machine and software that it ran on.
+    `steps` are (repetitions, n), of each of n Transformers, whose checks there are; operations
+    alone are verified exactly before they are timed.
     """
     rows = [*map(list, operations.values()), *steps.T.tolist()]
     samples = sampling.pad_samples(rows, (len(rows),))
@@ -67,7 +57,7 @@ def make_calibration_record(operations: Mapping[Point, Sequence[float]], works: 
         KIND, dict(configuration), dict(environment),
         {"s": {"operation_seconds": samples[:len(operations)],
                "step_seconds": samples[len(operations):]}}, checks,
-        operation=list(map(label_operation, operations)), work=[work.label for work in works])
+        operation=list(map(_label_operation, operations)), work=[work.label for work in works])
 
 
 def read_calibration(path: str | Path) -> Measurements:
@@ -88,7 +78,7 @@ def least_seconds(record: Measurements) -> dict[Point, float]:
     A disturbance by other programs for a while then affects no figure.
     """
     least = np.nanmin(record.variables["operation_seconds"].values, axis=1)
-    return dict(zip(map(parse_operation, record.scales["operation"]), least.tolist()))
+    return dict(zip(map(_parse_operation, record.scales["operation"]), least.tolist()))
 
 
 def step_samples(record: Measurements) -> tuple[list[Work], np.ndarray]:

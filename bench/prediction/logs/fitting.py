@@ -23,20 +23,10 @@ HALF = 0.5    # of the largest rate, below which a stream is bound by its number
 
 @dataclass(frozen=True)
 class Logs:
-    """Hold all that was read.
+    """Hold all that was read: times of links, and seconds of products by dtype and shape.
 
-    Attributes
-    ----------
-    series : list of Series
-        Times of links.
-    products : dict
-        Seconds of products by dtype and shape.
-    tables : list of str
-        Names of the tables of products.
-    per_node : int
-        The most ranks of a host; 0 if no log lists them.
-    problems : list of str
-        What was not used, a line each.
+    `tables` are names of those of products, `per_node` is the most ranks of a host, 0 if no log
+    lists them, and `problems` are what was not used, a line each.
     """
 
     series: list[Series]
@@ -48,18 +38,10 @@ class Logs:
 
 @dataclass(frozen=True)
 class LinkFit:
-    """Fitted latency and rate of a link.
+    """Fitted seconds of a message, and bytes a second, of a link; None for what no log says.
 
-    Attributes
-    ----------
-    link : str
-        "node" or "network".
-    latency, rate : float or None
-        Seconds of a message, bytes a second; None for what no log says.
-    fitted : list of Series
-        What it was fitted to: collectives of the most ranks, or what passes between two.
-    errors : dict of int to ndarray
-        Relative errors of all series of the link, by their place in `Logs.series`.
+    It was `fitted` to collectives of the most ranks, or to what passes between two; `errors` are
+    relative, of all series of the link, by their place in `Logs.series`.
     """
 
     link: str
@@ -156,17 +138,9 @@ def fit_rates(products: dict[str, dict[ProductSizes, float]]) -> dict[str, Produ
 
 def make_tree(name: str, logs: Logs, links: Sequence[LinkFit], rates: dict[str, ProductFit],
               base: Machine | None) -> dict[str, Any]:
-    """Make the fields of a machine file.
+    """Make the fields of a machine file, as far as logs say them; `missing_fields` names others.
 
-    Parameters
-    ----------
-    base : Machine or None
-        A machine whose figures stand for what logs do not say.
-
-    Returns
-    -------
-    dict
-        The fields, as far as they are known; `missing_fields` names others.
+    The figures of `base` stand for what logs do not say.
     """
     tree = msgspec.to_builtins(base, str_keys=True) if base else {}
     sources = {key: f"of {base.name}: {text}" for key, text in tree.get("sources", {}).items()}
@@ -181,7 +155,7 @@ def make_tree(name: str, logs: Logs, links: Sequence[LinkFit], rates: dict[str, 
         known = {"seconds_per_message": one.latency, "bytes_per_second": one.rate}
         tree[one.link] = tree.get(one.link, {}) | {
             key: value for key, value in known.items() if value is not None}
-        achieved[one.link], sources[one.link] = 1.0, link_source(one)
+        achieved[one.link], sources[one.link] = 1.0, _link_source(one)
     if rates:
         first, text = next(iter(rates)), f"{', '.join(logs.tables)}: {', '.join(rates)}"
         own = {"gemm_half_size": list(rates[first].half), "gemm_seconds": rates[first].start,
@@ -194,7 +168,7 @@ def make_tree(name: str, logs: Logs, links: Sequence[LinkFit], rates: dict[str, 
     return tree | {"achieved": achieved, "sources": sources}
 
 
-def link_source(one: LinkFit) -> str:
+def _link_source(one: LinkFit) -> str:
     """Say what the figures of a link were fitted to, and how well."""
     off = np.abs(one.fitted_errors)
     what = "; ".join(f"{series.file}: {series.program} {series.kind} of {series.ranks} ranks"

@@ -29,18 +29,10 @@ def read_heading(text: str) -> list[str]:
 
 
 def read_rates(name: str, text: str) -> tuple[dict[str, dict[ProductSizes, float]], list[str]]:
-    """Read the rows of a table.
+    """Read the rows of a table, whose C is m x k, a sum of n terms.
 
-    Parameters
-    ----------
-    name, text : str
-        The file's name and content; C is m x k, a sum of n terms.
-
-    Returns
-    -------
-    dict, list of str
-        Seconds by dtype and (m, n, k), of a shape given twice the least; and a line for each row
-        that is not used.
+    Returns seconds by dtype and (m, n, k), of a shape given twice the least; and a line for each
+    row that is not used, with the name of the file.
     """
     columns = read_heading(text)
     told = [one for one in (*SECONDS, *RATES) if one in columns]

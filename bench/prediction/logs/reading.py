@@ -33,16 +33,9 @@ TOLERANCE = 0.02    # of the printed bus bandwidth, which is rounded
 
 @dataclass(frozen=True)
 class LogFile:
-    """Name a log, with what it may not say.
+    """Name a log, with what it may not say: its link, "node" or "network", and number of ranks.
 
-    Attributes
-    ----------
-    path : str
-        The file.
-    link : str
-        "node" or "network": between which ranks it was measured; "" if the log says it.
-    ranks : int
-        Number of ranks of its collectives; 0 if the log says it.
+    They are "" and 0 if the log says them.
     """
 
     path: str
@@ -57,16 +50,9 @@ class LogFile:
 
 @dataclass(frozen=True)
 class Series:
-    """Hold the times of one benchmark by size.
+    """Hold the times of one benchmark: points of bytes of the whole array, and seconds.
 
-    Attributes
-    ----------
-    file, program, kind : str
-        The file's name, the program, and a collective, `MESSAGE` or `STREAM`.
-    link : str
-        "node" or "network".
-    points : tuple of (float, float)
-        Bytes of the whole array, and seconds.
+    Its kind is a collective, `MESSAGE` or `STREAM`, and its link "node" or "network".
     """
 
     file: str
@@ -90,21 +76,9 @@ class Columns:
 
 
 class LogReader:
-    """Read one log.
+    """Read one log: its series, and a line for each row, or heading, that is not used.
 
-    Parameters
-    ----------
-    given : LogFile
-        The file, whose text `read` is given.
-
-    Attributes
-    ----------
-    series : list of Series
-        What was read.
-    problems : list of str
-        A line for each row, or heading, that is not used, with its place.
-    hosts : Counter
-        Ranks of each host, where the log lists them.
+    `hosts` are the ranks of each host, where the log lists them.
     """
 
     def __init__(self, given: LogFile) -> None:

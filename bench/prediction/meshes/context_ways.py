@@ -13,7 +13,7 @@ from bench.prediction.kernels import ATTENTION, priced
 from bench.prediction.machine_model import Machine
 from bench.prediction.pipelines.pipeline_model import PASSES, PipelineModel, build_once
 from bench.prediction.seconds import achieved_seconds, trace_terms
-from bench.prediction.training_plans.choices import Training
+from bench.prediction.training_plans.choices import CONTEXT_WAYS, Training
 from mm3d.grid.shape import GridShape
 from mm3d.model.attention.costs import context_moves
 from mm3d.schemes import find_scheme
@@ -22,22 +22,13 @@ from mm3d.tracing.trace import Trace
 
 SCHEME = "1d-sp"    # inside a stage
 LENGTHS = (8192, 32768, 131072, 524288)    # of sequences, by default
-WAYS = ("gather", "ring")
 
 
 @dataclass(frozen=True)
 class ContextWay:
-    """A way of a context, on the first rank.
+    """What the first rank moves along a context, forward and backward, in words and seconds.
 
-    Attributes
-    ----------
-    words : int
-        That the rank moves along the context, forward and backward, counted by a dry run.
-    seconds, hidden : float
-        Predicted, of forward and backward: as they are, and if what moves along the context went
-        on behind attention.
-    peak : int
-        Bytes of the rank at the peak, parameters among them.
+    Seconds are `hidden` if what moves went on behind attention; bytes at the peak have parameters.
     """
 
     words: int
@@ -48,14 +39,9 @@ class ContextWay:
 
 @dataclass(frozen=True)
 class ContextPlace:
-    """A context of a number of grids, for sequences of a length.
+    """A context of so many ranks, in each place of a grid, for sequences of a length.
 
-    Attributes
-    ----------
-    seq, ranks, places : int
-        Positions, ranks of the context, and ranks of a grid.
-    words : float
-        Of a rank along the context in closed form, the mean of all.
+    `words` are those of a rank along the context in closed form, the mean of all.
     """
 
     seq: int
@@ -79,8 +65,8 @@ def list_contexts(asked: Training, contexts: Sequence[int], lengths: Sequence[in
                 progress(f"{seq} tokens, {ranks} x {places} ranks")
                 grid = find_scheme(SCHEME).grid_shape((places,))
                 here = replace(asked, seq=seq)
-                ways = {way: count_way(asked.machine, _model(here, grid, ranks, way))
-                        for way in WAYS}
+                ways = {way: _count_way(asked.machine, _model(here, grid, ranks, way))
+                        for way in CONTEXT_WAYS}
                 moves = context_moves(SCHEME, grid, here.stack(1, "none", 1).sizes, ranks)
                 words = sum(move.words for phase in moves.values() for move in phase.values())
                 yield ContextPlace(seq, ranks, places, words / (ranks * places), ways)
@@ -94,7 +80,7 @@ def _model(asked: Training, grid: GridShape, ranks: int, way: str) -> PipelineMo
     return model
 
 
-def count_way(machine: Machine, model: PipelineModel) -> ContextWay:
+def _count_way(machine: Machine, model: PipelineModel) -> ContextWay:
     """Run the layer dry, and price it."""
     trace = model.trace(1, block=machine.elementwise_block, parts=PASSES)
     words = sum(one.words for moved in trace.traffic.values()

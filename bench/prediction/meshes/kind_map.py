@@ -18,17 +18,10 @@ from mm3d.grid.shape import GridShape
 FACTORS = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8)    # of the machine's rate, by default
 
 
-def _is_line(scheme: str, grid: GridShape) -> bool:
-    return KIND_TITLES[scheme] == "1-D"
-
-
-def _is_box(scheme: str, grid: GridShape) -> bool:
-    """Return whether more than one direction of a 3-D grid is divided."""
-    return kind_title(scheme, grid) == "3-D"
-
-
 LINE, BOX = "1 x t x 1", "X x Y x Z"    # each with or without a pipeline and replicas
-MESH_KINDS: dict[str, Callable[[str, GridShape], bool]] = {LINE: _is_line, BOX: _is_box}
+MESH_KINDS: dict[str, Callable[[str, GridShape], bool]] = {
+    LINE: lambda scheme, grid: KIND_TITLES[scheme] == "1-D",
+    BOX: lambda scheme, grid: kind_title(scheme, grid) == "3-D"}    # several directions divided
 
 
 @dataclass(frozen=True)
@@ -41,16 +34,10 @@ class Best:
 
 @dataclass(frozen=True)
 class MapPlace:
-    """A place of the map.
+    """The fastest plan of each of `MESH_KINDS` that fits, on so many GPUs.
 
-    Attributes
-    ----------
-    rate : float
-        Bytes a second between nodes, in one direction, of a node.
-    best : dict of str to Best
-        The fastest plan of each of `MESH_KINDS` that fits.
-    exact : dict of str to float
-        Their exactly predicted seconds, at the machine's own rate; {} elsewhere.
+    `rate` is in bytes a second between nodes, in one direction, of a node; `exact` has their
+    exactly predicted seconds, at the machine's own rate, and is {} elsewhere.
     """
 
     gpus: int

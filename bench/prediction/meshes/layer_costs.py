@@ -40,18 +40,10 @@ ITEM = 4            # bytes of an element
 class Printed:
     """The costs in print of a parallelism, on a grid of sides q and depth d, of P ranks.
 
-    Attributes
-    ----------
-    orders : tuple of str
-        The printed text of each of `COSTS`.
-    shares : callable
-        From P, q and d, returns the shares of flops, parameters and activations, and the messages
-        of a product.
-    words : callable
-        From P, q, d and the sizes of A, B and C, returns the words of a product.  In print these
-        three sizes are one.
-    lacks : tuple of str
-        Direction and collective of words that print leaves out; empty if none.
+    `orders` are the printed texts of `COSTS`.  From P, q and d, `shares` returns those of flops,
+    parameters and activations, and the messages of a product; from these and the sizes of A, B and
+    C, which are one in print, `words` its words.  `lacks` are direction and collective of words
+    that print leaves out.
     """
 
     orders: tuple[str, str, str, str, str]
@@ -80,13 +72,7 @@ PRINTED: list[tuple[str, dict[str, str], Printed]] = [
 
 @dataclass(frozen=True)
 class SchemeOnGrid:
-    """A scheme with its options, on its own grid.
-
-    Attributes
-    ----------
-    printed : Printed or None
-        Its costs in print, if there are any.
-    """
+    """A scheme with its options and its costs in print, if there are any, on its own grid."""
 
     name: str
     options: dict[str, Any]
@@ -99,18 +85,7 @@ class SchemeOnGrid:
 
 def choose_grids(ranks: int, schemes: Iterable[tuple[str, dict[str, Any], Printed | None]]
                  ) -> tuple[list[SchemeOnGrid], list[str]]:
-    """Choose the grid of each scheme for `ranks` ranks.
-
-    Parameters
-    ----------
-    schemes : iterable of (str, dict, Printed or None)
-        Name, options and costs in print of each.
-
-    Returns
-    -------
-    list of SchemeOnGrid, list of str
-        The schemes that have a grid, and why others have none, each scheme once.
-    """
+    """Choose the grids of schemes, with their options and costs in print; say why one has none."""
     found, missing = [], {}
     for name, options, printed in schemes:
         cls = find_scheme(name)
@@ -125,32 +100,18 @@ def choose_grids(ranks: int, schemes: Iterable[tuple[str, dict[str, Any], Printe
 
 @dataclass(frozen=True)
 class Costs:
-    """The costs of layers in a scheme, counted and in print.
+    """The costs of layers in a scheme: counted, and those of linear layers in print, if any.
 
-    Attributes
-    ----------
-    counted : dict of str to float or ndarray
-        Each of `COSTS` on rank 0, or of `LAYER_COUNTS` on every rank.
-    printed : dict of str to float
-        Each of `COSTS` of the linear layers in print; empty if there are none.
-    lacking : float
-        Mean words per rank of the collective that print leaves out.
+    Counted is each of `COSTS` on rank 0, or of `LAYER_COUNTS` on every rank; `lacking` are mean
+    words per rank of the collective that print leaves out.
     """
 
-    chosen: SchemeOnGrid
+    scheme: str    # with its options
+    grid: GridShape
     counted: dict[str, Any]
     printed: dict[str, float]
     lacking: float = 0.0
-
-    @property
-    def scheme(self) -> str:
-        """Return the name of the scheme, with its options."""
-        return str(self.chosen)
-
-    @property
-    def grid(self) -> GridShape:
-        """Return its grid."""
-        return self.chosen.grid
+    orders: tuple[str, ...] = ()    # of the printed costs of a pair of layers
 
 
 def list_costs(ranks: int, sizes: ModelSizes) -> tuple[list[Costs], list[str]]:
@@ -160,13 +121,14 @@ def list_costs(ranks: int, sizes: ModelSizes) -> tuple[list[Costs], list[str]]:
     """
     M, h, wide = sizes.tokens, sizes.hidden, sizes.inner
     chosen, missing = choose_grids(ranks, PRINTED)
-    return [Costs(one, count_pair(one.name, one.grid, sizes, one.options),
-                  printed_sum(one.grid, [(M, h, wide), (M, wide, h)], one.printed))
+    return [Costs(str(one), one.grid, count_pair(one.name, one.grid, sizes, one.options),
+                  _printed_sum(one.grid, [(M, h, wide), (M, wide, h)], one.printed),
+                  orders=one.printed.orders)
             for one in chosen], missing
 
 
-def printed_sum(grid: GridShape, products: Iterable[tuple[int, int, int]],
-                printed: Printed) -> dict[str, float]:
+def _printed_sum(grid: GridShape, products: Iterable[tuple[int, int, int]],
+                 printed: Printed) -> dict[str, float]:
     """Add up the costs in print of linear layers, whose products are M x N times N x K."""
     P, q = grid.ranks, grid.sizes[0]
     place = P, q, P // q ** 2
@@ -220,10 +182,10 @@ def list_layer_costs(ranks: int, sizes: ModelSizes) -> tuple[list[Costs], list[s
     chosen, missing = choose_grids(ranks, [
         *((name, {}, in_print.get(name)) for name, cls in registry().items() if cls.divides_work),
         *(one for one in PRINTED if one[1])])
-    return [count_layer(one, sizes) for one in chosen], missing
+    return [_count_layer(one, sizes) for one in chosen], missing
 
 
-def count_layer(chosen: SchemeOnGrid, sizes: ModelSizes) -> Costs:
+def _count_layer(chosen: SchemeOnGrid, sizes: ModelSizes) -> Costs:
     """Count forward and backward of a Transformer layer on every rank of a grid."""
     one, grid, printed = replace(sizes, layers=1), chosen.grid, chosen.printed
     traces = [trace_step(chosen.name, grid.ranks, grid, rank, options=chosen.options, **one)
@@ -233,9 +195,9 @@ def count_layer(chosen: SchemeOnGrid, sizes: ModelSizes) -> Costs:
     linear = [product.extents for product, times in cost.list_products(one).items()
               for _ in range(times)]
     every = [_counts(trace) for trace in traces]
-    return Costs(
-        chosen, {count: np.array([each[count] for each in every]) for count in LAYER_COUNTS},
-        printed_sum(grid, linear, printed) if printed else {}, lacking / grid.ranks)
+    counted = {count: np.array([each[count] for each in every]) for count in LAYER_COUNTS}
+    return Costs(str(chosen), grid, counted,
+                 _printed_sum(grid, linear, printed) if printed else {}, lacking / grid.ranks)
 
 
 def _counts(trace: Trace) -> dict[str, int]:

@@ -84,36 +84,21 @@ class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class Tested:
-    """A plan of a rule, of the decision tree, or of the planner.
+    """A plan, which may not fit, or why there is none; and what chose it, such as "TP 2, plain".
 
-    Attributes
-    ----------
-    by : str
-        What chose it, such as "TP 2, plain".
-    plan : TrainingPlan or None
-        The plan, which may not fit; None if there is none.
-    problem : str
-        Why there is none.
+    It is of a rule, of the decision tree, or of the planner.
     """
 
     rule: Rule
     by: str
     training: Training
     plan: TrainingPlan | None
-    problem: str = ""
+    problem: str
 
     @property
     def lacks(self) -> float:
         """Return the bytes of memory that the plan lacks; 0 if it fits."""
         return max(0.0, self.plan.memory["all"] - self.training.machine.memory_bytes)
-
-
-class BestOnly(Search):
-    """A search that does not look for what changed choices cost."""
-
-    def _cheapest(self, name: str, best: Choice) -> str:
-        """Return that nothing was looked for."""
-        return "not looked for"
 
 
 def load_rules(name: str) -> Rules:
@@ -150,12 +135,16 @@ def check_rules(rules: Rules, machine: Machine, dtype: str,
     """Test rules on a machine; yield the plans of each, the planner's own as the last."""
     models = [load_model(rule.model) for rule in rules.rules]    # all, before the first search
     for rule, gpt in zip(rules.rules, models):
-        whole = BestOnly(Training(gpt, rule.gpus, rule.batch, gpt.seq, dtype, machine))
+        whole = Search(Training(gpt, rule.gpus, rule.batch, gpt.seq, dtype, machine))
         found = []
 
         def test(by: str, find: Callable[[Search], TrainingPlan], **meshes: Any) -> None:
             search = whole.within(lambda line: progress(f"{rule.size}, {by}: {line}"), **meshes)
-            found.append(_tested(rule, by, search, find))
+            try:
+                plan, problem = find(search), ""
+            except UsageError as error:
+                plan, problem = None, str(error)
+            found.append(Tested(rule, by, search.training, plan, problem))
         for tensor in rule.tensor:
             of_rule = {"keeps": partial(_is_megatron, tensor), "stages": rule.stages}
             test(f"TP {tensor}, plain", _plain_plan, **of_rule)
@@ -171,17 +160,8 @@ def _is_megatron(tensor: int, scheme: str, grid: GridShape) -> bool:
     return KIND_TITLES[scheme] == "1-D" and grid.ranks == tensor
 
 
-def _tested(rule: Rule, by: str, search: Search,
-            find: Callable[[Search], TrainingPlan]) -> Tested:
-    """Return the plan that `find` makes, or why there is none."""
-    try:
-        return Tested(rule, by, search.training, find(search))
-    except UsageError as error:
-        return Tested(rule, by, search.training, None, str(error))
-
-
 def _best_plan(search: Search) -> TrainingPlan:
-    return search.run().best
+    return search.run(compares=False).best
 
 
 def _plain_plan(search: Search) -> TrainingPlan:

@@ -18,17 +18,10 @@ from mm3d.tracing.trace import SUMS, Trace
 
 @cache
 def events_of_chunk(model: PipelineModel, layers: int, stage: int, block: int) -> Trace:
-    """Return the events of `PipelineModel.trace`; the memory in the trace means nothing.
+    """Return the events of `PipelineModel.trace` of a model with one micro-batch.
 
-    Layers, ends and sums are run apart.  Where replicas do not meet in passes, those are run once
-    for all models that differ in replicas and stages alone.
-
-    Parameters
-    ----------
-    model : PipelineModel
-        A model with one micro-batch.
-    layers, stage, block : int
-        As of `PipelineModel.trace`.
+    The memory in the trace means nothing.  Layers, ends and sums are run apart.  Where replicas do
+    not meet in passes, those are run once for all models that differ in replicas and stages alone.
     """
     grid, last = model.grids[stage], model.schedule.ranks - 1
     ends, where = model, stage
@@ -53,9 +46,9 @@ def events_of_chunk(model: PipelineModel, layers: int, stage: int, block: int) -
 
 
 def run_once(model: PipelineModel, layers: int, block: int, *parts: str, stage: int = 0) -> Trace:
-    """Run parts dry, once for models that differ in their layers alone; do not change the trace.
+    """Run parts as `PipelineModel.trace` does, once for models that differ in their layers alone.
 
-    Parameters are as of `PipelineModel.trace`, without extrapolation.
+    It does not extrapolate; do not change the trace.
     """
     return _run_of(replace(model, stack=replace(model.stack, layers=1)), layers, block, parts,
                    stage)
@@ -86,15 +79,10 @@ def _one_replica(model: PipelineModel, grids: tuple[GridShape, ...]) -> Pipeline
 class ChunkCall:
     """What a call of a chunk does to the memory of a rank.
 
-    Attributes
-    ----------
-    peak, net : tuple of int
-        The most bytes in use during the call, and those in use after it, beside those before;
-        each with those of them that are saved for backward.
-    out : (tuple of int, dtype, bool) or None
-        Shape and type of the result, and whether it is in the model's pool.
-    kept : tuple of int
-        Numbers, among the arrays that are given and the result, of those that are saved.
+    `peak` and `net` are the most bytes in use during the call, and those after it, beside those
+    before, each with those of them that are saved for backward; `out` shape and type of the result,
+    and whether it is in the model's pool; `kept` the numbers of the arrays that are saved, among
+    those given and the result.
     """
 
     peak: tuple[int, int]
@@ -114,16 +102,8 @@ class AlikeCalls:
     """Layers that are run dry for some micro-batches; for the others their memory is counted.
 
     A `mm3d.training.worker.Worker` takes it.  From the second micro-batch on, all calls of a kind
-    do the same to the memory of a rank.
-
-    Parameters
-    ----------
-    chunk, backend
-        The layers, and the backend of the dry run.
-    runs : int
-        The number of micro-batches that are run.
-    known : dict of str to ChunkCall
-        By the name of a method; chunks of as many layers share it.
+    do the same to the memory of a rank: they are `known` by the name of a method to all chunks of
+    as many layers.  So many micro-batches as `runs` are run.
     """
 
     def __init__(self, chunk: Any, backend: Any, runs: int, known: dict[str, ChunkCall]) -> None:

@@ -24,20 +24,11 @@ ArrayShape = tuple[int, int, int]
 
 def stage_moves(scheme: str, source: GridShape, target: GridShape, shape: ArrayShape,
                 options: Mapping[str, Any]) -> HopMoves:
-    """List the words that ranks of one stage send to ranks of another in a hop.
+    """List the words that ranks of one stage send to ranks of another, of as many, in a hop.
 
-    Parameters
-    ----------
-    source, target : GridShape
-        Their grids, with as many ranks.
-    shape : tuple of int
-        Global shape of the activations of a micro-batch.
-
-    Returns
-    -------
-    HopMoves
-        Places of senders and of receivers in their stages, and words.  Between equal grids each
-        rank sends its block, taken to be of the mean size, to the rank of its own place.
+    They are of activations of this global shape, with the places of senders and of receivers in
+    their stages.  Between equal grids each rank sends its block, taken to be of the mean size, to
+    the rank of its own place.
     """
     if source == target:
         batch, seq, hidden = shape
@@ -53,18 +44,11 @@ def stage_moves(scheme: str, source: GridShape, target: GridShape, shape: ArrayS
 
 def place_moves(moves: HopMoves, size: int, mesh: GridShape, inside: str, per_node: int,
                 hop: tuple[int, int]) -> HopMoves:
-    """Return the moves of a hop in all replicas, by rank numbers and in bytes.
+    """Return the moves of a hop between two stages in all replicas, by rank numbers and in bytes.
 
-    Parameters
-    ----------
-    mesh : GridShape
-        As of `bench.prediction.pipelines.pipeline_model.PipelineModel.mesh`.
-    inside : str
-        The direction whose ranks follow each other on the nodes; "" for the order of the mesh.
-        Where replicas are the slowest, their moves repeat beyond `per_node` + 1 of them, and the
-        others are left out.
-    hop : (int, int)
-        The stages of the mesh that send and receive.
+    The mesh is that of a `PipelineModel`, on the nodes with the ranks along `inside` next to each
+    other, "" for its own order.  Where replicas are the slowest, their moves repeat beyond
+    `per_node` + 1 of them, and the others are left out.
     """
     order, sizes = mesh_order(mesh, inside), dict(mesh)
     if order.startswith("rd"):
@@ -80,17 +64,9 @@ def place_moves(moves: HopMoves, size: int, mesh: GridShape, inside: str, per_no
 
 def seconds_of_moves(machine: Machine, senders: np.ndarray, receivers: np.ndarray,
                      sizes: np.ndarray) -> tuple[float, str]:
-    """Predict the seconds of simultaneous messages of so many bytes, and the level of their links.
+    """Predict the seconds of simultaneous messages, of so many bytes, for the slowest rank.
 
-    Parameters
-    ----------
-    machine : Machine
-        Its nodes hold consecutive ranks.
-
-    Returns
-    -------
-    (float, str)
-        Seconds of the slowest rank; "node", or "network" where a message leaves its node.
+    Returns also the level of their links: "node", or "network" where a message leaves its node.
     """
     nodes = senders // machine.ranks_per_node
     leaving = nodes != receivers // machine.ranks_per_node

@@ -61,16 +61,7 @@ def mesh_strides(mesh: GridShape, inside: str) -> dict[str, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Replicas:
-    """How a batch, and a copy of a model, are divided among replicas; as for `mm3d.Mesh`.
-
-    Attributes
-    ----------
-    data, context, shards : int, int, int or None
-        Replicas, or groups of them, that divide the sequences; replicas of a group, which divide
-        the positions; and those that divide a copy of the model.
-    zero, expert_parallel, context_way
-        As for `mm3d.Pipeline`.
-    """
+    """How a batch, and a copy of a model, are divided among replicas; as of `mm3d.Division`."""
 
     data: int = 1
     context: int = 1
@@ -94,23 +85,10 @@ class Replicas:
 class PipelineModel(Replicas):
     """A model to predict: its layers divided among pipeline stages, in equal replicas.
 
-    Attributes
-    ----------
-    schedule : Schedule
-        Its ranks are the stages of the mesh.
-    scheme : str
-        The parallelism of the layers.
-    grids : tuple of GridShape
-        The grid of each stage of the mesh; all have as many ranks.
-    stack : Stack
-        The whole model, with the sequences of all micro-batches of a replica.  Its experts all get
-        equally many tokens.
-    vocab : int
-        Number of tokens of a `mm3d.GPT`; 0 for the layers alone.
-    tied : bool
-        Whether its logits are computed with the embedding's table.
-    named : str
-        The name of the schedule; "" for one without.
+    Each stage of the mesh has a grid of as many ranks, and each is a rank of the schedule, which
+    is `named`, "" for one without.  The stack is the whole model, with the sequences of all
+    micro-batches of a replica; its experts all get equally many tokens.  The vocabulary is that of
+    a `mm3d.GPT`, 0 for the layers alone.
     """
 
     schedule: Schedule
@@ -261,7 +239,7 @@ class PipelineModel(Replicas):
             if self.vocab:
                 pipeline = model.pipeline
                 if ENDS in parts:
-                    step_of_ends(model, trace, self.halves)
+                    _step_of_ends(model, trace, self.halves)
             if SUMS in parts and pipeline.data is not None:
                 pipeline.data.finish()
                 model.refresh()
@@ -308,7 +286,7 @@ class PipelineModel(Replicas):
             dry_run.period_of(self.stack.recompute, self.experts) * self.schedule.stage_count)
 
 
-def step_of_ends(model: Any, trace: Trace, halves: bool = False) -> None:
+def _step_of_ends(model: Any, trace: Trace, halves: bool = False) -> None:
     """Compute one micro-batch in the ends of a `GPT` on this rank, without its layers.
 
     Its passes are those of the layers: backward belongs to the first of the `halves`.

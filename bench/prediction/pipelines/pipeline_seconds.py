@@ -39,13 +39,8 @@ ONE_CHUNK = ("1f1b", "zb-h1")    # schedules whose backwards come in the order o
 class Spent:
     """The seconds of one micro-batch in the layers of a stage, at full figures.
 
-    Attributes
-    ----------
-    own : dict
-        By phase, sums after the last among them, the seconds of each term of
-        `bench.prediction.seconds.TERMS`.
-    over : dict
-        The same of collectives over replicas in these phases, which ZeRO 2 and 3 have.
+    They are by phase, sums after the last among them, and term of `seconds.TERMS`; apart are those
+    `over` replicas, of collectives in these phases, which ZeRO 2 and 3 have.
     """
 
     own: dict[str, Terms]
@@ -60,19 +55,11 @@ class Spent:
 
 @dataclass(frozen=True)
 class PredictedPipeline:
-    """The predicted times of a pipeline's step.
+    """The predicted times of a pipeline's step, in seconds.
 
-    Attributes
-    ----------
-    timeline : Timeline
-        In seconds.
-    inside, between : float
-        Seconds of the longest hop inside a node and between nodes; NaN without such hops.
-    sums : tuple of Fraction
-        Seconds of each stage, after its last action, to sum gradients over replicas and to gather
-        the values that the optimizer has changed.
-    spent : tuple of Spent
-        Of each stage of the schedule, the result of `chunk_terms`.
+    The longest hop takes `inside` in a node and `between` nodes; NaN without such hops.  After its
+    last action each stage `sums` gradients over replicas and gathers the values that the optimizer
+    has changed.  `spent` are the results of `chunk_terms`, of each stage of the schedule.
     """
 
     timeline: Timeline
@@ -105,22 +92,13 @@ def predict_pipeline(model: PipelineModel, machine: Machine, repeats: bool = Fal
                      overlap: bool = False, inside: str = "") -> PredictedPipeline:
     """Predict the times of a step on a machine.
 
-    Parameters
-    ----------
-    repeats : bool
-        Whether backward repeats F first.
-    overlap : bool
-        Whether collectives over replicas in F, B and W go on behind their other work.
-    inside : str
-        The direction of the mesh whose ranks follow each other on the nodes, one of those of
-        `PipelineModel.mesh`; "" for its order.
+    Backward `repeats` F first; with `overlap` collectives over replicas in F, B and W go on behind
+    their other work.  Ranks along `inside`, a direction of `PipelineModel.mesh`, follow each other
+    on the nodes; "" for its order.
 
-    Raises
-    ------
-    ValueError
-        When there is no such direction, stages have grids of their own beside it, experts are
-        divided among replicas that are not equally far apart then, or shards do not hold whole
-        groups of replicas with the same sequences.
+    Raises ValueError when there is no such direction, stages have grids of their own beside it,
+    experts are divided among replicas that are not equally far apart then, or shards do not hold
+    whole groups of replicas with the same sequences.
     """
     if inside and len(set(model.grids)) > 1:
         raise ValueError(f"--inside {inside}: stages with one grid would do")
@@ -173,14 +151,7 @@ def chunk_terms(model: PipelineModel, machine: Machine, layers: int, grid: GridS
                 end: str, inside: str = "") -> Spent:
     """Predict the seconds of one micro-batch in `layers` layers, and of sums, at full figures.
 
-    Parameters
-    ----------
-    grid : GridShape
-        The grid of their stage.
-    end : str
-        The ends of a GPT that the stage has: "first", "last", both or none.
-    inside : str
-        As of `predict_pipeline`.
+    Their stage has a grid, and the ends of a GPT that `_end_of` names.
     """
     whole = model if end else replace(model, vocab=0)
     stage = model.schedule.ranks - 1 if end == "last" else model.grids.index(grid)

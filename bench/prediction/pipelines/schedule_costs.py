@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Sequence
 
 from bench.errors import UsageError, as_usage_error
 from bench.text_files import read_text
@@ -16,17 +16,9 @@ from mm3d.training.schedules.clock import Timeline, peak_in_flight
 class ComparedPipeline:
     """The pipeline for which schedules are compared.
 
-    Attributes
-    ----------
-    times : sequence of Fraction
-        F, B and W of all layers of a rank, for one micro-batch.  Each chunk has an equal part.
-    hop : Fraction
-        The time of a message.
-    memory : Fraction or None
-        The limit of `auto`, in activations of one micro-batch in all layers of a rank; None for
-        as many as there are ranks.
-    kept : Fraction
-        The share of activations that W still needs after B.
+    Its times are F, B and W of all layers of a rank, for one micro-batch; each chunk has an equal
+    part.  The memory is the limit of `auto`, in activations of one micro-batch in all layers of a
+    rank, None for as many as there are ranks; W still needs a share of them after B, `kept`.
     """
 
     ranks: int
@@ -52,10 +44,9 @@ def timed(name: str, pipeline: ComparedPipeline) -> Timeline:
     Raises UsageError when the name is unknown, or the schedule cannot have these ranks and micro-
     batches.
     """
-    conditions: dict[str, Any] = {"times": pipeline.stage_times(pipeline.ranks),
-                                  "memory": pipeline.memory, "kept": pipeline.kept}
     with as_usage_error():
-        schedule = build(name, pipeline.ranks, pipeline.microbatches, **conditions)
+        schedule = build(name, pipeline.ranks, pipeline.microbatches, kept=pipeline.kept,
+                         times=pipeline.stage_times(pipeline.ranks), memory=pipeline.memory)
     return timed_schedule(schedule, pipeline)
 
 

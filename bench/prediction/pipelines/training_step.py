@@ -10,15 +10,18 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache, cached_property
 
+from msgspec.structs import replace as changed
+
 from bench.cases.variants import itemsize
 from bench.prediction.layer_blocks import ADDED, weight_parts
-from bench.prediction.machine_model import Machine
+from bench.prediction.machine_model import Machine, load_machine
 from bench.prediction.memory_fit import state_by_kind
 from bench.prediction.pipelines.pipeline_model import PipelineModel
 from bench.prediction.pipelines.pipeline_seconds import (PredictedPipeline, Spent,
                                                          predict_pipeline)
 from bench.prediction.seconds import achieved_seconds, collective_terms
 from mm3d import ModelSizes
+from mm3d.config import Config, Division, Model
 from mm3d.grid.shape import GridShape
 from mm3d.model import cost
 from mm3d.model.experts.costs import with_inner
@@ -30,19 +33,12 @@ from mm3d.training.mesh import expert_shards
 
 SHARES = ("products", "elementwise", "links", "latency", "hops", "replicas", "optimizer", "bubble")
 GRADIENT_READS = 2    # by the norm that is clipped, and by the step
+GPU_KERNELS = ("own", "fused")    # of `Machine.kernels`
 
 
 @dataclass(frozen=True)
 class TrainingStep:
-    """The predicted seconds of a step of training.
-
-    Attributes
-    ----------
-    pipeline : PredictedPipeline
-        The times of all stages.
-    work : dict of str to float
-        `shares`, without hops and the bubble.
-    """
+    """The predicted seconds of a step of training; `work` is `shares` but hops and the bubble."""
 
     seconds: float
     pipeline: PredictedPipeline
@@ -62,20 +58,12 @@ class TrainingStep:
 
 def predict_step(model: PipelineModel, machine: Machine, repeats: bool = False,
                  overlap: bool = False, inside: str = "") -> TrainingStep:
-    """Predict a step of training.
+    """Predict a step of training a model with a vocabulary; see also `predict_pipeline`.
 
-    Parameters
-    ----------
-    model, machine
-        A model with a vocabulary, and its machine.
-    repeats : bool
-        Whether backward repeats the whole forward, as Megatron-LM does where activations are
-        recomputed; this library leaves out the last product.
-    overlap : bool
-        Whether sums over replicas go on behind the backward of the last micro-batch, and gathers
-        behind the forward of the first; with ZeRO 2 and 3 behind those of every micro-batch.
-    inside : str
-        The direction of the mesh inside the nodes, see `predict_pipeline`.
+    Backward `repeats` the whole forward, as Megatron-LM does where activations are recomputed;
+    this library leaves out the last product.  With `overlap` sums over replicas go on behind the
+    backward of the last micro-batch, and gathers behind the forward of the first; with ZeRO 2 and
+    3 behind those of every micro-batch.
     """
     found = predict_pipeline(model, machine, repeats, overlap, inside)
     times, schedule = found.timeline.times, model.schedule
@@ -85,7 +73,8 @@ def predict_step(model: PipelineModel, machine: Machine, repeats: bool = False,
     if overlap:
         sums = max(0.0, sums - float(min(busy)))
     sums += tied_seconds(model, machine, inside)
-    optimizer, written = optimizer_seconds(model, machine), written_seconds(model, machine)
+    optimizer = adamw_seconds(machine, _divided(model, 1), model.stack.dtype)
+    written = unadded_seconds(machine, _divided(model, 2), model.stack.dtype)
     rank = max(range(schedule.ranks), key=busy.__getitem__)
     work = dict.fromkeys(SHARES, 0.0) | {"replicas": sums, "optimizer": optimizer,
                                          "elementwise": -written}
@@ -94,6 +83,20 @@ def predict_step(model: PipelineModel, machine: Machine, repeats: bool = False,
                                              overlap).items():
             work[term] += seconds * schedule.microbatches
     return TrainingStep(float(found.timeline.makespan) - written + sums + optimizer, found, work)
+
+
+def predict_gpu_step(model: Model, dtype: str, name: str) -> tuple[dict[str, float], int]:
+    """Predict a step of training a model in a dtype, by AdamW, on one GPU of a machine.
+
+    Returns the seconds by `GPU_KERNELS`, and the most bytes of arrays at a time, AdamW's among
+    them, in a dry run of this library.  Raises UsageError when there is no such machine, or it has
+    no rate for the dtype.
+    """
+    machine = load_machine(name, dtype)
+    whole = PipelineModel.of(Config(replace(model, dtype=dtype), Division(scheme="serial")), 1)
+    seconds = {kernels: predict_step(whole, changed(machine, kernels=kernels)).seconds
+               for kernels in GPU_KERNELS}
+    return seconds, int(whole.whole_step(0, 0, optimizer=True).peak)
 
 
 def _terms_of_micro(model: PipelineModel, machine: Machine, spent: Spent, repeats: bool,
@@ -109,11 +112,6 @@ def _terms_of_micro(model: PipelineModel, machine: Machine, spent: Spent, repeat
         own = achieved_seconds(machine, spent.own[phase])
         total["replicas"] += times * (spent.seconds(machine, phase, overlap) - own)
     return total
-
-
-def parameters_of_rank(model: PipelineModel) -> tuple[float, float]:
-    """Return the result of `parameters_of_ranks` for the stage with the most."""
-    return max(parameters_of_ranks(model), key=sum)
 
 
 def parameters_of_ranks(model: PipelineModel) -> list[tuple[float, float]]:
@@ -163,12 +161,9 @@ def layer_parameters(scheme: str, grid: GridShape, sizes: ModelSizes,
 @cache
 def expert_parameters(scheme: str, grid: GridShape, sizes: ModelSizes,
                       experts: ExpertOptions | None, parts: int) -> float:
-    """Return the parameters of the first rank's experts, a mean of the layers.
+    """Return the parameters of the first rank's experts, which `parts` replicas divide.
 
-    Parameters
-    ----------
-    parts : int
-        The replicas that divide the experts.
+    It is a mean of the layers.
     """
     if experts is None:
         return 0.0
@@ -205,20 +200,11 @@ def _words_of_weights(scheme: str, grid: GridShape, products: dict[ProductShape,
     return gathered * sum(times * local.inner * local.columns for times, local in own)
 
 
-def optimizer_seconds(model: PipelineModel, machine: Machine) -> float:
-    """Predict the seconds of AdamW of the largest stage, see `adamw_seconds`."""
-    return adamw_seconds(machine, _divided(model, 1), model.stack.dtype)
-
-
-def written_seconds(model: PipelineModel, machine: Machine) -> float:
-    """Predict the seconds that the largest stage does not add in, see `unadded_seconds`."""
-    return unadded_seconds(machine, _divided(model, 2), model.stack.dtype)
-
-
 def _divided(model: PipelineModel, zero: int) -> float:
     """Return the parameters of a rank of the largest stage, divided from a stage of ZeRO on."""
     shares = shards_of(model) if model.zero >= zero else (1, 1)
-    return sum(count / share for count, share in zip(parameters_of_rank(model), shares))
+    most = max(parameters_of_ranks(model), key=sum)
+    return sum(count / share for count, share in zip(most, shares))
 
 
 def shards_of(model: PipelineModel) -> tuple[float, float]:
@@ -232,11 +218,7 @@ def shards_of_experts(experts: ExpertOptions | None, parts: int, shards: int) ->
     """Return among how many ranks ZeRO divides the experts of the first rank.
 
     Experts stay whole: where ranks have more than others, it is less than the number of ranks.
-
-    Parameters
-    ----------
-    parts, shards : int
-        The replicas that divide the experts, and those that divide a copy of the model.
+    `parts` replicas divide the experts, and `shards` a copy of the model.
     """
     own = own_experts(experts, parts) if experts else 1
     return own / math.ceil(own / expert_shards(shards, parts))

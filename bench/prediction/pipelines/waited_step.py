@@ -30,12 +30,12 @@ def predict_waited(config: Config, ranks: int, machine: Machine) -> dict[str, fl
     found = predict_pipeline(model, machine)
     actions = float(found.timeline.makespan)
     last = model.ranks - model.places    # a rank of the last stage
-    changing = max(rank_optimizer_seconds(config, ranks, rank, machine) for rank in {0, last})
+    changing = max(_optimizer_seconds(config, ranks, rank, machine) for rank in {0, last})
     return {"actions": actions, "sums": float(found.seconds) - actions,
             "tied": tied_seconds(model, machine), "optimizer": changing}
 
 
-def rank_optimizer_seconds(config: Config, ranks: int, rank: int, machine: Machine) -> float:
+def _optimizer_seconds(config: Config, ranks: int, rank: int, machine: Machine) -> float:
     """Predict the seconds in which a rank changes its parameters."""
     def step(model: GPT, trace: Trace) -> None:
         optimizer = AdamW(model, 1e-3)

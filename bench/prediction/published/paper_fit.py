@@ -33,16 +33,9 @@ STRIDES = (0.3, 0.03)    # initial steps of searches, in logarithms of figures
 
 @dataclass(frozen=True)
 class RowTerms:
-    """A row with the predicted seconds of its step, by term.
+    """A row with `RUN` layers, and the seconds of its step by phase and term, at full figures.
 
-    Attributes
-    ----------
-    case : Case
-        The row, with `RUN` layers.
-    peak : int
-        Peak bytes of rank 0 without recomputation.
-    terms : dict of str to Terms
-        Seconds by phase and term, at the machine's full figures.
+    `peak` is in bytes of rank 0 without recomputation.
     """
 
     case: Case
@@ -52,14 +45,9 @@ class RowTerms:
 
 @dataclass(frozen=True)
 class Fit:
-    """The fitted parameters.
+    """The fitted parameters; by scheme `recompute` is whether backward repeats the forward.
 
-    Attributes
-    ----------
-    recompute : dict of str to bool
-        Whether backward repeats the forward, by scheme.
-    residual : float
-        Mean of the absolute logarithms of predicted over published times.
+    The residual is the mean of absolute logarithms of predicted over published times.
     """
 
     layers: int
@@ -163,16 +151,9 @@ def prediction_error(row: RowTerms, fit: Fit, machine: machine_model.Machine) ->
 
 @dataclass(frozen=True)
 class Outcome:
-    """A prediction of both tables.
+    """A prediction of both tables: the indices of the fitted rows, and residuals by layers.
 
-    Attributes
-    ----------
-    chosen : list of int
-        The indices of the fitted rows.
-    left_out : list of float
-        Error of each row, predicted by a fit to all other rows.
-    by_layers : dict of int to float
-        Residual of the best fit, by number of layers.
+    `left_out` has the error of each row, predicted by a fit to all other rows.
     """
 
     machine: machine_model.Machine

@@ -25,16 +25,9 @@ from mm3d.training.schedules import Schedule
 
 @dataclass(frozen=True)
 class RowPipeline:
-    """A row of the paper, as a pipeline.
+    """A row of the paper, as a pipeline, with the peak bytes of the stage that needs the most.
 
-    Attributes
-    ----------
-    model : PipelineModel
-        Its model, with the batch of a replica.
-    peak : float
-        Peak bytes of a rank of the stage that needs the most.
-    one_stage : float
-        Predicted seconds a sequence on the same ranks without stages.
+    `one_stage` is the predicted seconds a sequence on the same ranks without stages.
     """
 
     row: Row
@@ -52,23 +45,10 @@ class RowPipeline:
 def predict_as_pipelines(outcome: Outcome, rows: Iterable[Row], schedule: Schedule,
                          grid: Sizes | Sequence[Sizes] | None = None,
                          **replicas: int | None) -> tuple[list[RowPipeline], list[str]]:
-    """Predict rows as pipelines.
+    """Predict rows as pipelines; return also why other rows cannot be divided so.
 
-    Parameters
-    ----------
-    outcome : Outcome
-        A machine model fitted on the tables.
-    schedule : Schedule
-        Its ranks are the stages.
-    grid
-        The grid of all stages, or one for each; by default the scheme's choice.
-    **replicas
-        Fields of `bench.prediction.pipelines.pipeline_model.Replicas`.
-
-    Returns
-    -------
-    list of RowPipeline, list of str
-        The predictions, and why other rows cannot be divided so.
+    The grid is that of all stages, or one for each; by default the scheme's choice.  `replicas`
+    are fields of `bench.prediction.pipelines.pipeline_model.Replicas`.
     """
     tuned = msgspec.structs.replace(outcome.machine, achieved=outcome.fit.achieved)
     found: list[RowPipeline] = []
@@ -76,7 +56,7 @@ def predict_as_pipelines(outcome: Outcome, rows: Iterable[Row], schedule: Schedu
     for row in rows:
         repeats = outcome.fit.recompute[row.scheme]
         try:
-            model = row_model(row, outcome.fit.layers, schedule, grid, **replicas)
+            model = _row_model(row, outcome.fit.layers, schedule, grid, **replicas)
         except ValueError as error:
             missing.setdefault(str(error), []).append(f"{row.table} {row.scheme} on {row.gpus}")
             continue
@@ -89,9 +69,8 @@ def predict_as_pipelines(outcome: Outcome, rows: Iterable[Row], schedule: Schedu
     return found, [f"{', '.join(names)}: {why}" for why, names in missing.items()]
 
 
-def row_model(row: Row, layers: int, schedule: Schedule,
-              grid: Sizes | Sequence[Sizes] | None = None, data: int = 1,
-              **replicas: int | str | None) -> PipelineModel:
+def _row_model(row: Row, layers: int, schedule: Schedule, grid: Sizes | Sequence[Sizes] | None,
+               data: int = 1, **replicas: int | str | None) -> PipelineModel:
     """Return a row of the paper as a pipeline; ValueError when it cannot be divided so."""
     stages, several = schedule.ranks, data * (replicas.get("context") or 1)
     if row.gpus % (several * stages):

@@ -62,11 +62,6 @@ class PublishedStep:
         how = self.config.division
         return how.data * how.stages * math.prod(how.grid)
 
-    @property
-    def mesh(self) -> str:
-        """Name the division."""
-        return str(self.config.division)
-
 
 def read_steps(path: str) -> tuple[list[PublishedStep], list[str]]:
     """Read measured steps; return them, and a line on each row that says no step.

@@ -20,6 +20,7 @@ from mm3d.schemes import find_scheme
 from mm3d.tracing import dry_run
 
 BEST = "3-D, best grid"
+MOST_RANKS = 2 ** 21
 FAMILIES = ("1-D", "1-D, sequence", "2-D", "data, sharded (P x 1 x 1)", "3-D cube", BEST)
 Curves = dict[str, list[tuple[int, GridPlan]]]    # ranks and plan, by family
 
@@ -34,20 +35,16 @@ def family_grid(family: str, ranks: int) -> tuple[str, GridShape] | None:
     return found and (found[0], find_scheme(found[0]).grid_shape(found[1]))
 
 
-def plan_families(machine: machine_model.Machine, stack: Stack, most: int = 2**21) -> Curves:
-    """Plan each family by closed forms at powers of two up to `most` ranks."""
+def plan_families(machine: machine_model.Machine, stack: Stack) -> Curves:
+    """Plan each family by closed forms at powers of two up to `MOST_RANKS`."""
     found: Curves = {family: [] for family in FAMILIES}
-    ranks = 2
-    while ranks <= most:
+    for ranks in (2 ** power for power in range(1, MOST_RANKS.bit_length())):
         for family in FAMILIES:
-            chosen = family_grid(family, ranks)
-            if chosen:
-                one = screen_grid(*chosen, machine, stack)
-                found[family].append((ranks, one))
+            if chosen := family_grid(family, ranks):
+                found[family].append((ranks, screen_grid(*chosen, machine, stack)))
         best = min((screen_grid(*each, machine, stack)
                     for each in planner.list_candidates(ranks, "3d")), key=lambda p: p.seconds)
         found[BEST].append((ranks, best))
-        ranks *= 2
     return found
 
 

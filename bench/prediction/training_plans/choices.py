@@ -33,10 +33,8 @@ MOST_ACTIONS = 2 ** 15    # micro-batches x chunks of all stages: what the clock
 class Choice(NamedTuple):
     """A plan: what divides a training, in the terms of `mm3d.config.Division`.
 
-    `micro` is the number of sequences of a micro-batch, `grid` the shape of a stage's grid,
-    `inside` the direction of the mesh whose ranks follow each other on the nodes, "" for the order
-    of the mesh, `expert_parallel` the number of neighbouring replicas that divide the experts, and
-    `way` that of the context.
+    `micro` is the number of sequences of a micro-batch, `inside` the direction of the mesh whose
+    ranks follow each other on the nodes, "" for its order, and `way` that of the context.
     """
 
     data: int
@@ -98,25 +96,11 @@ class Choice(NamedTuple):
 class Training:
     """What is trained, and on how many GPUs of a machine.
 
-    Attributes
-    ----------
-    gpt : ModelFile
-        The model; its sequences are as long as `seq` says.
-    gpus, batch, seq : int
-        GPUs in all; sequences of a step, of all replicas; tokens in a sequence.
-    dtype : str
-        Type of values and activations.
-    overlap : bool
-        Whether collectives over replicas are assumed to go on behind other work, see
-        `bench.prediction.pipelines.training_step.predict_step`.
-    named : str
-        The name or file of the machine.
-    asked : str
-        The options that name the model; by default its own name.
-    keeps : callable
-        Is given a scheme and a grid, and returns whether plans may have them; by default all.
-    stages : int
-        The number of stages of all plans; 0 for any.
+    The batch is of all replicas, and `seq` in place of the model's.  With `overlap` collectives
+    over replicas are assumed to go on behind other work, as `predict_step` says.  The machine is
+    `named` by its name or file, and `asked` are the options that name the model, by default its
+    own name.  `keeps` is given a scheme and a grid, and returns whether plans may have them; all
+    plans have as many stages, 0 for any.
     """
 
     gpt: ModelFile
@@ -211,7 +195,7 @@ class Training:
     def micros(self, choice: Choice) -> Iterator[int]:
         """List the numbers of sequences of a micro-batch that give every rank rows."""
         for micro in divisors(self.batch // choice.data):
-            if has_rows(choice.scheme, choice.grid, micro, self.seq // choice.context):
+            if _has_rows(choice.scheme, choice.grid, micro, self.seq // choice.context):
                 yield micro
 
     def schedules(self, choice: Choice) -> Iterator[str]:
@@ -247,14 +231,14 @@ class Training:
         """
         if choice.parts % choice.context:
             return ("",)
-        found = movable(choice.mesh, self.machine.ranks_per_node)
+        found = _movable(choice.mesh, self.machine.ranks_per_node)
         if choice.parts % choice.expert_parallel:
             return tuple(one for one in found if one not in ("r", "d"))
         return found
 
 
 @cache
-def has_rows(scheme: str, grid: GridShape, micro: int, seq: int) -> bool:
+def _has_rows(scheme: str, grid: GridShape, micro: int, seq: int) -> bool:
     """Return whether each rank of a grid has a part of the sequences of a micro-batch."""
     for rows in (one[0] for one in find_scheme(scheme).layouts(grid, micro, seq)):
         sequences, _, positions = without_faces(rows).partition(",")
@@ -264,7 +248,7 @@ def has_rows(scheme: str, grid: GridShape, micro: int, seq: int) -> bool:
 
 
 @cache
-def movable(mesh: GridShape, per_node: int) -> tuple[str, ...]:
+def _movable(mesh: GridShape, per_node: int) -> tuple[str, ...]:
     """Return "", and the directions that are not inside the nodes in the order of the mesh.
 
     With one rank on a node, none can be.

@@ -23,17 +23,9 @@ FIRST = Choice(1, 0, 1, "1f1b", 1, "1d", GridShape("x", (1,)), "none")
 
 @dataclass(frozen=True)
 class Dimension:
-    """What a plan chooses.
+    """What a plan chooses: some fields of a `Choice`, and a text that says what was chosen.
 
-    Attributes
-    ----------
-    fields : tuple of str
-        Fields of a `Choice`.
-    listed : callable
-        Returns their values for the fields of the dimensions before: those of one field, or
-        tuples.
-    said : callable
-        Says what a plan has chosen.
+    `listed` returns their values, of several fields as tuples, for those of dimensions before.
     """
 
     fields: tuple[str, ...]
@@ -48,7 +40,7 @@ class Dimension:
 
 DIMENSIONS = {
     "grid": Dimension(("scheme", "grid"), lambda training, one: training.shapes,
-                      lambda one: grid_of(one)),
+                      lambda one: _grid_of(one)),
     "context": Dimension(("context", "way"), Training.contexts,
                          lambda one: f"{one.context}" + f" {one.way}" * (one.context > 1)),
     "stages": Dimension(("data", "stages"),
@@ -113,7 +105,7 @@ def _completed(training: Training, choice: Choice) -> Choice | None:
     return choice
 
 
-def grid_of(choice: Choice) -> str:
+def _grid_of(choice: Choice) -> str:
     """Name a grid, and its kind where that of the scheme is another."""
     kind = kind_title(choice.scheme, choice.grid)
     return f"{choice.scheme} {choice.grid.compact}" + f" ({kind})" * (

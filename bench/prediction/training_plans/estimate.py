@@ -219,13 +219,7 @@ class Estimator:
 
     def _pipelined(self, choice: Choice, work: LayerWork, layer: float,
                    hops: tuple[float, float]) -> tuple[float, float]:
-        """Return the seconds of all stages, and those in which one computes a micro-batch.
-
-        Parameters
-        ----------
-        hops : (float, float)
-            The result of `_hop`.
-        """
+        """Return the seconds of all stages, and those in which one computes a micro-batch."""
         micro, stages = self.training.microbatches(choice), choice.stages
         sizes = self.sizes(choice.scheme, choice.grid, stages, choice.expert_parallel)
         first, last, every = sizes.layers

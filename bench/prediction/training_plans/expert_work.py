@@ -40,16 +40,8 @@ def exchanges(training: Training, parts: int, again: bool,
     """Return the collectives that bring rows to divided experts and back, forward and backward.
 
     They are those of `mm3d.model.experts.dispatch` in a layer with experts, where tokens choose
-    all experts equally often.
-
-    Parameters
-    ----------
-    parts : int
-        The replicas that divide the experts.
-    again : bool
-        Whether backward repeats forward.
-    block : (int, int)
-        Tokens of a rank, and features of each.
+    all experts equally often.  `parts` replicas divide the experts; a rank has a `block` of tokens
+    and features; backward may repeat forward, `again`.
     """
     experts, (tokens, width), size = training.gpt.experts, block, itemsize(training.dtype)
 
@@ -96,15 +88,9 @@ class Copies(NamedTuple):
 
 
 def copies_of_experts(data: int, shards: int, parts: int, near: int, far: int) -> Copies:
-    """Return the ranks that hold the same experts.
+    """Return the ranks that hold the same experts, which `parts` replicas divide.
 
-    Parameters
-    ----------
-    data, shards, parts : int
-        Replicas, those among which ZeRO divides a copy of the model, and those that divide the
-        experts.
-    near, far : int
-        The distance of neighbouring replicas, and of those across copies of the model.
+    Neighbouring replicas are `near` apart, those across copies of the model `far`.
     """
     own = expert_shards(shards, parts)
     return Copies(own, near * parts, data // (parts * own),

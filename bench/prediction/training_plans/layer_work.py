@@ -100,14 +100,9 @@ class LayerBytes(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerWork:
-    """The work of a rank in a layer, and in the ends of a GPT, for one micro-batch.
+    """The seconds of a rank in a layer, those of W also a part of backward, for one micro-batch.
 
-    Attributes
-    ----------
-    forward, backward, weights : float
-        Seconds; those of W are part of backward.
-    ends : (float, float)
-        Seconds of embedding, head and loss, forward and backward.
+    `ends` are those of embedding, head and loss, forward and backward.
     """
 
     forward: float
@@ -118,13 +113,7 @@ class LayerWork:
 
 
 class Layers:
-    """Remember the work of layers, which trainings share that differ in GPUs, batch and links.
-
-    Parameters
-    ----------
-    training : Training
-        One of them; only what they share is read.
-    """
+    """Remember the work of layers, which trainings share that differ in GPUs, batch and links."""
 
     def __init__(self, training: Training) -> None:
         machine = msgspec.structs.replace(training.machine, node=None, network=None)
@@ -192,14 +181,9 @@ def layer_words(recompute: str, dtype: str, kind: LayerKind) -> tuple[np.ndarray
 
 @dataclass(frozen=True)
 class ScreenedLayer:
-    """The work of a layer by closed forms, in any place on the nodes.
+    """Forward and backward of a layer, and of the ends of a GPT, in any place on the nodes.
 
-    Attributes
-    ----------
-    passes, ends : (PhaseWork, PhaseWork)
-        Forward and backward, of the layer and of the ends of a GPT.
-    weights : float
-        The share of backward that W takes.
+    `weights` is the share of backward that W takes.
     """
 
     passes: tuple[PhaseWork, PhaseWork]

@@ -40,16 +40,9 @@ Bounded = tuple[float, Choice, States]    # a bound of them from below, the work
 class Screening:
     """Estimate all plans of a training, by closed forms and then by dry runs of one layer.
 
-    Parameters
-    ----------
-    layers : Layers, optional
-        Those of a training that differs in GPUs, batch and links alone.
-
-    Raises
-    ------
-    UsageError
-        When experts are not as wide as the perceptron, or one is shared; or the library has no
-        such dtype here.
+    The layers may be those of a training that differs in GPUs, batch and links alone.  Raises
+    UsageError when experts are not as wide as the perceptron, or one is shared; or the library has
+    no such dtype here.
     """
 
     def __init__(self, training: Training, progress: Callable[[str], None] = lambda line: None,

@@ -28,13 +28,7 @@ SURE = 0.95         # of memory, up to which that of a layer needs no dry run of
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """A plan that is predicted exactly.
-
-    Attributes
-    ----------
-    ends : str
-        Which stages may be the fullest, by the dry run of a layer, as of `fullest_stage`.
-    """
+    """A plan that is predicted exactly; `ends` are those of stages that may be the fullest."""
 
     choice: Choice
     model: PipelineModel
@@ -67,27 +61,13 @@ class TrainingPlan:
 
 @dataclass(frozen=True)
 class Found:
-    """What a search has found.
+    """What a search has found: the fastest plan that fits, also of each family, fastest first.
 
-    Attributes
-    ----------
-    best : TrainingPlan
-        The fastest plan that fits, up to `doubt`, and none of `changes` is faster.
-    families : dict of str to TrainingPlan
-        The fastest of each family that fits, up to `doubt`, the fastest first.
-    unfit : list of TrainingPlan
-        Plans that were predicted and do not fit.
-    changes : dict of str to TrainingPlan or str
-        For each of the dimensions, the fastest plan that fits and differs from the best in this
-        alone; or why there is none.
-    refused : dict of str to str
-        Why the library cannot run plans that were to be predicted, by their description.
-    counts : dict of str to int
-        Plans that are "candidates", "too large" by closed forms, "layers" and "exact".
-    seconds : float
-        Of the search.
-    doubt : float
-        By how much of its seconds the best of a family may be slower than the fastest.
+    The best of a family may be slower than its fastest, by a `doubt` of its seconds.  `changes`
+    are for each of the dimensions the fastest plan that fits and differs from the best in this
+    alone, none faster than the best; or why there is none.  `unfit` are plans that were predicted
+    and do not fit, `refused` why the library cannot run plans, by their description, and `counts`
+    those that are "candidates", "too large" by closed forms, "layers" and "exact".
     """
 
     best: TrainingPlan
@@ -101,19 +81,7 @@ class Found:
 
 
 class Search(Screening):
-    """Search the plans of a training; parameters as of `Screening`.
-
-    Attributes
-    ----------
-    doubt : float
-        As of `Found`.
-    exact : callable
-        Predicts a plan exactly, or returns why the library refuses it.
-    unfit : list of TrainingPlan
-        Plans that were predicted and do not fit.
-    refused : dict of str to str
-        As of `Found`.
-    """
+    """Search the plans of a training; parameters as of `Screening`, attributes as of `Found`."""
 
     def __init__(self, training: Training, progress: Callable[[str], None] = lambda line: None,
                  layers: Layers | None = None) -> None:
@@ -126,8 +94,8 @@ class Search(Screening):
         self.unfit: list[TrainingPlan] = []
         self.refused: dict[str, str] = {}
 
-    def run(self) -> Found:
-        """Return the best plans.
+    def run(self, compares: bool = True) -> Found:
+        """Return the best plans; the changes of the best only where it `compares`.
 
         Raises UsageError when there is no plan, or none fits.
         """
@@ -138,7 +106,7 @@ class Search(Screening):
             raise UsageError(self.too_large() if self.unfit or not self.refused
                              else self._none_runs())
         fastest = min(best.values(), key=lambda one: one.seconds)
-        changes = self.changes(fastest)
+        changes = self.changes(fastest) if compares else {}
         while faster := [one for one in changes.values() if isinstance(one, TrainingPlan)
                          and one.seconds < fastest.seconds]:    # by less than the doubt
             fastest = min(faster, key=lambda one: one.seconds)

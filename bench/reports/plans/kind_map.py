@@ -4,9 +4,9 @@ import math
 from typing import Sequence
 
 from bench.document import Column, Notes, Part, Table, make_table, number_cell, spread
-from bench.prediction.meshes.context_ways import SCHEME, WAYS, ContextPlace
+from bench.prediction.meshes.context_ways import SCHEME, ContextPlace
 from bench.prediction.meshes.kind_map import BOX, MESH_KINDS, MapPlace
-from bench.prediction.training_plans.choices import Choice, Training
+from bench.prediction.training_plans.choices import CONTEXT_WAYS, Choice, Training
 from bench.reports.plans.training_plans import GIB
 
 GB = 1e9
@@ -74,8 +74,8 @@ def map_remarks(asked: Training) -> list[str]:
 def context_parts(asked: Training, places: Sequence[ContextPlace]) -> list[Part]:
     """Make the table, say where each way wins, and what was assumed."""
     def both(name: str, scale: float, form: str, group: str) -> list[Column]:
-        return spread(lambda one: [scale * getattr(one.ways[way], name) for way in WAYS], form,
-                      group, WAYS, align=".")
+        return spread(lambda one: [scale * getattr(one.ways[way], name) for way in CONTEXT_WAYS], form,
+                      group, CONTEXT_WAYS, align=".")
     return [asked.machine.described,
             f"{asked.gpt.name}, one layer, one sequence, {asked.dtype}, {SCHEME} in a grid",
             make_table("Keys and values of a context gathered, or passed in a ring; milliseconds "
@@ -110,7 +110,7 @@ def context_parts(asked: Training, places: Sequence[ContextPlace]) -> list[Part]
 
 def winners(one: ContextPlace) -> list[str]:
     """Name the faster way, the faster if a ring is hidden, and the one that fills less."""
-    gather, ring = (one.ways[way] for way in WAYS)
+    gather, ring = (one.ways[way] for way in CONTEXT_WAYS)
     return [_less(gather.seconds, ring.seconds), _less(gather.seconds, ring.hidden),
             _less(gather.peak, ring.peak)]
 

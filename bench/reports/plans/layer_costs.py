@@ -32,7 +32,7 @@ def printed_costs_parts(found: Sequence[Costs], missing: Sequence[str], ranks: i
     """Make the table of `bench.prediction.meshes.layer_costs.list_costs`, and its notes."""
     rows = []
     for one in found:
-        for cost, order in zip(COSTS, one.chosen.printed.orders):
+        for cost, order in zip(COSTS, one.orders):
             counted, printed = one.counted[cost], one.printed[cost]
             rows.append([one.scheme, str(one.grid), cost, number_cell(counted, ",.0f"),
                          number_cell(printed, ",.0f"),

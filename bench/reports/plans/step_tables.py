@@ -19,7 +19,7 @@ COLUMNS = [
     Column("layers", of=lambda one: one.row.config.model.layers),
     Column("batch", of=lambda one: one.row.config.model.batch),
     Column("seq", of=lambda one: one.row.config.model.seq),
-    Column("division", align="<", of=lambda one: one.row.mesh),
+    Column("division", align="<", of=lambda one: str(one.row.config.division)),
     Column("measured", "s", align=".", of=lambda one: one.row.seconds),
     Column("predicted", "s", align=".", of=lambda one: one.step.seconds),
     Column("error", "%", align=".", form="+.1f", of=lambda one: 100 * one.error),
@@ -70,8 +70,8 @@ def _choice_table(found: Sequence[tuple[PredictedStep, PredictedStep]]) -> Table
         Column("GPUs", of=lambda pair: pair[0].row.gpus),
         Column("hidden", of=lambda pair: pair[0].row.config.model.hidden),
         Column("batch", of=lambda pair: pair[0].row.config.model.batch),
-        Column("predicted fastest", align="<", of=lambda pair: pair[0].row.mesh),
-        Column("measured fastest", align="<", of=lambda pair: pair[1].row.mesh),
+        Column("predicted fastest", align="<", of=lambda pair: str(pair[0].row.config.division)),
+        Column("measured fastest", align="<", of=lambda pair: str(pair[1].row.config.division)),
         Column("behind", "%", align=".", form=".1f", of=lambda pair: 100 * (
             pair[0].row.seconds / pair[1].row.seconds - 1))]
     return make_table("The row predicted fastest, and by how much it was slower than the fastest",

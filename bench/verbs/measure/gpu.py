@@ -9,9 +9,9 @@ from bench.command_line.publish import measure_and_publish
 from bench.errors import UsageError
 from bench.experiments.gpu.gpu_cases import SCALES
 from bench.experiments.gpu.parts import GPU_PARTS, GpuBenchmark, TrainedGPT, measure_part
-from bench.prediction.gpu_step import predict_gpu_step
 from bench.prediction.machine_model import load_machine
 from bench.prediction.model_file import load_model
+from bench.prediction.pipelines.training_step import predict_gpu_step
 from bench.records.journal import claim_folder
 from bench.reports.micro_tables import showing
 from mm3d.config import Model

@@ -16,7 +16,7 @@ from bench.experiments.gpu import device_checks, gpu_cases, parts
 from bench.experiments.gpu.gpt_steps import GptStep
 from bench.experiments.gpu.parts import GpuBenchmark, measure_part
 from bench.instruments.timing import Limits
-from bench.prediction.gpu_step import predict_gpu_step
+from bench.prediction.pipelines.training_step import predict_gpu_step
 from bench.records import run_file
 from bench.validation.files import check_file
 from bench.verbs.measure import gpu

@@ -54,8 +54,6 @@ def made(tmp_path):
     return write
 
 
-# --- Verdicts ---------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("printed, computed, low, high, verdict", [
     ("41.5", "41.54", "41.0", "42.0", "="), ("41.5", "41.45", "41.45", "41.45", "="),
     ("41.5", "41.55", "41.55", "41.55", "t"), ("4187", "4187.5", "4187.5", "4187.5", "t"),
@@ -114,8 +112,6 @@ def test_a_difference_is_told_with_what_the_inputs_allow(made, capsys):
     assert told.err.startswith("\n1 numbers are not as the files expect:")
     assert "Table 1, all, b: ! and not ~, as 4.20 is computed for 5.0" in told.err
 
-
-# --- Papers -----------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("name", [name for name in paper.list_papers() if name != SEARCHED])
 def test_every_verdict_is_as_expected(name):
@@ -176,8 +172,6 @@ def test_bytes_of_rings_are_those_that_are_counted():
     """4 all-reduces of 7/8 of two an element, on 8 ranks."""
     assert formulas.tensor_bytes("1d", 8, 1, 12288, 2048) == 4 * 2 * 2 * 2048 * 12288 * 7 // 8
 
-
-# --- The verb ---------------------------------------------------------------------------------
 
 def test_a_file_of_ones_own_is_computed(made, capsys):
     assert main(["reproduce", "--paper", made()]) == 0

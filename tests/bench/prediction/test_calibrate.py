@@ -3,6 +3,7 @@ import platform
 import re
 import time
 from argparse import Namespace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ CPU = load_machine("cpu")
 CURVE = Curve([100.0, 1000.0], [1e-6, 1e-5])
 SMALL = [(8, 8, 8), (16, 8, 32), (64, 32, 16), (128, 128, 128), (32, 32, 32)]
 MODEL = (16, 2, 4, 4, 1)
+NOTHING = dict.fromkeys(("logs", "machine", "stall", "cluster"))    # is asked for
 
 
 @pytest.mark.parametrize("start, half, shapes", [
@@ -34,7 +36,6 @@ MODEL = (16, 2, 4, 4, 1)
     # Squares do not tell edges apart.
     (1e-6, (50.0, 50.0, 50.0), [(edge,) * 3 for edge in operations_alone.EDGES])])
 def test_a_fit_finds_what_made_the_times(start, half, shapes):
-    """Rate, start and the cost of each edge."""
     times = {shape: start + 2 * np.prod(shape) / 1e11 * (
         1 + sum(h / edge for h, edge in zip(half, shape)) / 3) for shape in shapes}
     found = fit.fit_products(times)
@@ -81,7 +82,6 @@ def test_what_steps_lose_is_found(ranks, per_node):
 
 
 def test_every_line_of_every_grid_is_measured():
-    """Of 12 ranks: all sizes and strides that directions of grids have."""
     lines = {(y, z) for x in range(1, 13) for y in range(2, 13) for z in range(1, 13)
              if x * y * z == 12}
     points = operations_alone.list_collectives(12, [64, 512, 4096])
@@ -94,7 +94,6 @@ def test_every_line_of_every_grid_is_measured():
 
 
 def test_arrays_of_all_ranks_fit_the_memory():
-    """An array of each of them takes a 32nd of the memory at most, so that several fit."""
     assert operations_alone.bytes_that_fit(16, 24 * 2 ** 30) == list(operations_alone.BYTES)
     assert operations_alone.bytes_that_fit(64, 24 * 2 ** 30)[-1] == 2 ** 21
 
@@ -153,25 +152,15 @@ def test_less_is_measured_where_steps_are_long(ranks, cluster, turns, models, sc
         ranks, [], [MODEL])})
 
 
-class ManyRanks:
-    """The communicator of 64 ranks that all do as this process does."""
-    size = 64
-
-    def Barrier(self):
-        pass
-
-    def allreduce(self, value):
-        return self.size * value
-
-
 def test_a_sample_is_as_long_on_each_of_many_ranks():
     """A first call finds nothing in cache: samples of one or two calls would show that alone."""
     clock = [0.0]
+    ranks = SimpleNamespace(size=64, Barrier=lambda: None, allreduce=lambda value: 64 * value)
 
     def step():
         clock[0] += 1e-5
 
-    found = operations_alone.processor_sampler(ManyRanks(), 2, lambda: clock[0])(step)
+    found = operations_alone.processor_sampler(ranks, 2, lambda: clock[0])(step)
     assert found == pytest.approx([1e-5 * 64 / 2] * operations_alone.SAMPLES)
     assert clock[0] >= operations_alone.SAMPLES * sampling.SAMPLE
 
@@ -212,23 +201,20 @@ def test_ranks_on_several_nodes_are_those_of_a_cluster():
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("part, line", [("products", "C of 8 x 8 x 8 float32"),
                                         ("passes", "exp of 16 elements is not 1.64872")])
-def test_what_is_wrong_is_not_timed(comm, part, line):
+def test_what_is_wrong_is_not_timed(comm, part, line, monkeypatch):
     """On the last rank only; all of them say so."""
-    def multiply(a, b):
-        return a @ b + (comm.rank == comm.size - 1)
-
-    def passes(a, b, out):
-        found = operations_alone.list_passes(a, b, out)
-        return {"exp": (lambda: None, *found["exp"][1:]) if comm.rank == comm.size - 1
-                else found["exp"]}
+    wrong, listed = comm.rank == comm.size - 1, operations_alone.list_passes
+    monkeypatch.setattr(operations_alone, "matmul", lambda a, b: a @ b + wrong)
+    monkeypatch.setattr(operations_alone, "list_passes", lambda *arrays: {
+        "exp": (lambda: None, *listed(*arrays)["exp"][1:]) if wrong else listed(*arrays)["exp"]})
 
     def take(step):
         pytest.fail("it is timed")
 
     with pytest.raises(WrongResult, match=line):
         if part == "products":
-            operations_alone.measure_products(comm, take, "float32", [(8, 8, 8)], multiply)
-        operations_alone.measure_passes(comm, take, [64], passes)
+            operations_alone.measure_products(comm, take, "float32", [(8, 8, 8)])
+        operations_alone.measure_passes(comm, take, [64])
 
 
 @pytest.mark.ranks(2)
@@ -315,8 +301,7 @@ def test_a_model_is_fitted_again_to_the_samples_in_a_file(comm, tmp_path):
     assert set(again.scales["operation"]) >= {
         "product float64 16x8x32", "pass multiply 4096 bytes",
         "collective all_gather columns 2 ranks 2 apart 512 bytes"}
-    words = Namespace(out=str(tmp_path / "mine.toml"), samples=str(path), logs=None, machine=None,
-                      stall=None, cluster=None)
+    words = Namespace(out=str(tmp_path / "mine.toml"), samples=str(path), **NOTHING)
     assert verb.run(words, comm) == 0
     machine = load_machine(str(tmp_path / "mine.toml"))
     assert machine.about.endswith("; emulated cluster, 2 nodes x 2 ranks, 50 Mbit/s")
@@ -341,5 +326,5 @@ def test_other_files_than_samples_are_refused(comm, shared_tmp_path):
                        (shared_tmp_path / "none.h5", "does not exist")):
         with pytest.raises(StoreError, match=said):
             verb.run(Namespace(out=str(shared_tmp_path / "new.toml"), samples=str(file),
-                               logs=None, machine=None, stall=None, cluster=None), comm)
+                               **NOTHING), comm)
     assert not (shared_tmp_path / "new.toml").exists()

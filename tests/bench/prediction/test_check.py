@@ -5,7 +5,6 @@ import math
 
 import pytest
 from mpi4py import MPI
-from msgspec.structs import replace
 
 from bench.__main__ import main, parser
 from bench.cases.selection import select_rows
@@ -17,7 +16,7 @@ from bench.records import run_file
 from mm3d.grid.shape import GridShape
 from mm3d.schemes import find_scheme
 from mm3d.tracing.events import Collective, Gemm, PHASES
-from machine_files import format_machine
+from machine_files import write_machine
 from records import made_up
 from refused import refused, run_verb
 from support import run_ranks
@@ -34,7 +33,7 @@ LAYER = dict(layers=2, hidden=64, heads=4, batch=8, seq=16)
                                   Work("layer", "3d", UNEVEN, (64, 4, 8, 16, 2), "", "zxy"),
                                   Work("matmul", "3d", UNEVEN, (5, 6, 7), "ab", "yzx")])
 def test_a_label_says_all_of_the_work(work):
-    assert Work.parse(work.label) == work and work.ranks == work.grid.ranks
+    assert Work.parse(work.label) == work
 
 
 def test_a_grid_is_placed_once_for_each_direction_that_changes_its_order():
@@ -50,7 +49,6 @@ def test_a_grid_is_placed_once_for_each_direction_that_changes_its_order():
 
 
 def test_works_of_some_schemes_and_of_some_grids():
-    """In the order of the names, the first and the last grid of each among them."""
     layer = (64, 4, 8, 16, 2)
     every = work_list.list_works(64, [], [layer])
     some = work_list.list_works(64, [], [layer], schemes=["3d", "1d"], most=10)
@@ -76,7 +74,6 @@ def test_placing_moves_a_direction_into_the_node():
 
 @pytest.mark.ranks(4)
 def test_a_placed_layer_is_right_and_its_lines_lie_where_it_says(comm):
-    """Ranks that differ along the direction inside are neighbours, and the results are checked."""
     work = Work("layer", "3d", GridShape("xyz", (2, 1, 2)), (16, 2, 4, 4, 1), "", "zyx")
     grid, trial, found = whole_steps.prepare_layer(work, comm, "float32", 0)
     assert all(check.passed for check in found) and len(found) > 2
@@ -87,7 +84,6 @@ def test_a_placed_layer_is_right_and_its_lines_lie_where_it_says(comm):
 
 
 def test_works_that_do_not_fit_together_are_in_batches():
-    """Of one size in each, those that compete for the fastest together; one may be too large."""
     works = work_list.list_works(4, [(8, 8, 8)], [(64, 4, 8, 16, 2)], schemes=["1d", "3d"])
     expected = [float(5 * k % len(works)) for k in range(len(works))]
     assert len(set(expected)) == len(works)
@@ -136,7 +132,6 @@ def test_what_is_wrong_is_not_timed(comm, wrong_sums, work):
 @pytest.mark.parametrize("scheme, grid", [("3d", (2, 2, 1)), ("3d", (1, 2, 2)), ("2d", (2, 2)),
                                           ("1d", (4,))])
 def test_a_product_s_trace_is_what_the_product_moves(comm, scheme, grid):
-    """Bytes of rank 0 along each direction, forward and backward, and its flops."""
     problem = Problem(scheme, "ab", product_grid(scheme, comm, grid, "numpy"), SHAPE, "float32")
     shape = find_scheme(scheme).grid_shape(grid)
     trace = trace_of(Work("matmul", scheme, shape, SHAPE, "ab"), "float32", CPU)
@@ -195,7 +190,6 @@ def test_every_scheme_and_grid_is_measured_written_and_read_again(comm, shared_t
 
 
 def read_again(folder) -> int:
-    """The status of ``bench predict --results``, which is not for all ranks."""
     words = ["predict", "--machine", "cpu", "--results", str(folder)]
     arguments = parser(words).parse_args(words)
     return arguments.verb_file.run(arguments, MPI.COMM_SELF)
@@ -220,16 +214,6 @@ def test_runs_of_the_tables_have_a_published_column(capsys, tmp_path):
     (["--layer", "64,4,8,16", "--machine", "abacus"], "is unknown")])
 def test_wrong_arguments_are_named(comm, more, message, tmp_path):
     assert message in refused(comm, "predict", "--machine", "cpu", "--out", str(tmp_path), *more)
-
-
-def written(folder, comm=MPI.COMM_SELF, **figures) -> str:
-    """The file of a machine like the processor but for some figures, written by one rank."""
-    path = folder / "mine.toml"
-    if comm.rank == 0:
-        machine = replace(CPU, **figures)
-        path.write_text(format_machine(machine))
-    comm.Barrier()
-    return str(path)
 
 
 @pytest.mark.parametrize("verb", [("predict", "--machine", "cpu", "--matmul", "8"),
@@ -258,7 +242,7 @@ def test_wrong_variables_are_named_in_a_line(comm, monkeypatch, verb, name, valu
     ({"transport": "shared"}, "float32", "--machine {} was measured with transport shared, not "
      "mpi: set MM3D_TRANSPORT=shared, or calibrate again")])
 def test_a_machine_that_is_no_model_is_refused(comm, shared_tmp_path, figures, dtype, said):
-    path = written(shared_tmp_path, comm, **figures)
+    path = comm.bcast(write_machine(shared_tmp_path, **figures) if comm.rank == 0 else None)
     assert refused(comm, "predict", "--machine", path, "--matmul", "8", "--dtype", dtype, "--out",
                    str(shared_tmp_path)) == f"error: {said.format(path)}\n"
     assert not list(shared_tmp_path.glob("*.h5"))
@@ -266,17 +250,10 @@ def test_a_machine_that_is_no_model_is_refused(comm, shared_tmp_path, figures, d
 
 @pytest.mark.slow
 def test_a_machine_measured_on_several_nodes_is_checked_there(tmp_path):
-    path = written(tmp_path, transport="hierarchical mpi shared", ranks_per_node=2)
+    path = write_machine(tmp_path, transport="hierarchical mpi shared", ranks_per_node=2)
     run = run_ranks(4, "-m", "bench", "predict", "--machine", path, "--matmul", "16", "--rounds",
                     "1", "--out", str(tmp_path), MM3D_TRANSPORT="", MM3D_NODE_SIZE="2")
     assert run.returncode == 0 and len(list(tmp_path.glob("*.h5"))) == 1, run.stderr
     products = sum(find_scheme(name).matrix_product is not None
                    for name, _ in planner.list_candidates(4))
     assert f"matmul: {products} runs, error" in run.stdout and "left out" not in run.stdout
-
-
-def test_a_folder_without_results(capsys, tmp_path):
-    assert main(["predict", "--results", str(tmp_path)]) == 2
-    assert f"no results in {tmp_path}" in capsys.readouterr().err
-    assert main(["predict", "--results", f"{tmp_path}/nowhere"]) == 2
-    assert "nowhere is no folder of results, and no file" in capsys.readouterr().err

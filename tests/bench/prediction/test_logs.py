@@ -202,7 +202,6 @@ def test_tables_of_products_are_read_and_fitted():
 
 
 def test_a_machine_of_logs_predicts_what_the_logs_say(tmp_path, capsys):
-    """With what they do not say from another machine; each figure has its source."""
     files = {"inside.txt": nccl("all_gather", 8, 1), "between.log": nccl(), "gemm.csv": RATES}
     for name, text in files.items():
         (tmp_path / name).write_text(text)

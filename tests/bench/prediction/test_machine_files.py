@@ -1,19 +1,25 @@
-"""Machine files are written whole, and checked once, as they are read: the file and the key are
-named."""
+"""Files of machines and of models: what they say, and what is refused."""
+import json
 import math
 import re
 import tomllib
 from pathlib import Path
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
+import mm3d
 from bench.__main__ import main
 from bench.errors import StoreError, UsageError
 from bench.prediction import machine_model
 from bench.prediction.machine_file import check_writable, publish_machine
 from bench.prediction.machine_model import Curve, Line, load_machine
+from bench.prediction.model_file import load_model
+from bench.text_files import read_supplied
 from machine_files import format_machine
+from published import CONFIGS, LLAMA
+from support import ROOT
 
 SUPPLIED = (Path(machine_model.__file__).parent / "machines/dgx-h100.toml").read_text()
 CURVES = """
@@ -56,6 +62,7 @@ def written(folder: Path, change: str) -> str:
     ("float32 = 1e12\nint8 = 1e12", "gemm_rate.int8 = 1000000000000.0: rates of float32, "),
     ("gemm = 1979-05-27", "achieved.gemm = datetime.date(1979, 5, 27): "),
     ("name = 5", "name: a text would do, not a whole number"),
+    ('kernels = "best"', "best"),
     ("about = 5", "about: a text would do, not a whole number")])
 def test_numbers_that_predict_nothing(tmp_path, capsys, change, said):
     path = written(tmp_path, change)
@@ -163,3 +170,78 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(co
         (shared_tmp_path / "file").touch()
     with pytest.raises(StoreError, match="--out's folder .* cannot be written"):
         check_writable(shared_tmp_path / "file" / "mine.toml", comm)
+
+
+SIZES = {"name": "'mine'", "layers": 2, "hidden": 64, "heads": 4, "vocab": 32, "seq": 8}
+NAMES = sorted(path.stem for path in (ROOT / "bench/prediction/models").glob("*.toml"))
+
+
+@pytest.fixture
+def mine(tmp_path):
+    """Writes a file of a user's own, with lines after the sizes; returns its path."""
+    def write(changes=(), *lines: str) -> str:
+        path = tmp_path / "mine.toml"
+        path.write_text("\n".join([f"{key} = {one}" for key, one in (
+            SIZES | dict(changes)).items()] + [*lines]))
+        return str(path)
+    return write
+
+
+@pytest.mark.parametrize("line, message", [
+    ("heads = 3", "hidden=64 cannot be divided among heads=3"), ("layers = 0", "layers = 0"),
+    ("width = 3", "width"), ("vocab = 'all'", "vocab"),
+    ("architecture = {norm = 'none'}", "norm='none' is unknown"),
+    ("architecture = {norms = 'rms', bias = 1}", "architecture has bias, norms: .* would do"),
+    ("experts = {count = 2, top = 3}", "top=3 experts cannot be chosen among count=2"),
+    ("experts = {top = 3}", "count"), ("experts = {number = 3}", "experts has number: count, top"),
+    ("architecture = {kv_heads = 3}", "kv_heads=3 does not divide heads=4: 1, 2, 4 would do")])
+def test_a_file_that_is_no_model(line, message, mine):
+    name, _, value = line.partition(" = ")
+    with pytest.raises(UsageError, match=message):
+        load_model(mine({name: value}))
+
+
+def test_a_config_with_features_that_nothing_has(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"model_type": "deepseek_v3",
+                                                              "q_lora_rank": 3}))
+    for name in (tmp_path, tmp_path / "config.json"):
+        with pytest.raises(UsageError, match="model_type='deepseek_v3', q_lora_rank"):
+            load_model(str(name))
+
+
+def test_a_file_carries_its_architecture_and_experts(mine):
+    lines = ["[architecture]", "norm = 'rms'", "rotary_scaling = [8.0, 1.0, 4.0, 32]",
+             "positions = 'rotary'", "[experts]", "count = 4", "top = 1", "capacity = 1.5"]
+    assert load_model(mine((), *lines)).model(3) == mm3d.Model(
+        2, 64, 4, 3, 8, 32, experts=mm3d.Experts(4, top=1, capacity=1.5),
+        architecture=mm3d.Architecture(norm="rms", positions="rotary",
+                                       rotary_scaling=(8.0, 1.0, 4.0, 32)))
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_configuration_of_hugging_face_is_a_file(kind, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS[kind]))
+    found = load_model(str(tmp_path / "config.json"))
+    assert found.name == tmp_path.name and found == msgspec.structs.replace(
+        load_model(str(tmp_path)), source=found.source)
+    assert found.model(4, 5) == mm3d.model_from_config(tmp_path, batch=4, seq=5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_supplied_models_can_be_made(name):
+    """`reproduce --paper models` compares the number of their parameters with print."""
+    found = load_model(name)
+    assert found.name == name and name in read_supplied("model", name) and found.parameters > 1e8
+
+
+def test_a_dry_run_of_a_model_is_that_of_its_architecture(mine, capsys):
+    words = ["dry", "--ranks", "4", "--scheme", "1d", "--batch", "2"]
+    path = mine((), "[architecture]", "perceptron = 'swiglu'", "kv_heads = 2", "inner = 24")
+    assert main([*words, "--model", path]) == 0
+    shown = capsys.readouterr().out
+    assert "swiglu" in shown and "gelu " not in shown and f"{path}, layers 2, hidden 64" in shown
+    # 2 layers of 16 tokens: qkv, proj, two products up and one down, scores and outputs
+    flops = 2 * 16 * (2 * 64 * (64 + 2 * 32) + 2 * 64 * 64 + 3 * 2 * 64 * 24 + 4 * 8 * 64)
+    assert f"{flops:,}" in shown
+    assert main([*words, "--model", path, "--seq", "4"]) == 0
+    assert "seq 4" in capsys.readouterr().out

@@ -15,14 +15,12 @@ from bench.prediction.pipelines.pipeline_seconds import fullest_stage
 from bench.prediction.published.published_steps import (COLUMNS, choices, fit_to_steps,
                                                         predict_rows, read_steps)
 from bench.prediction.pipelines.training_step import (SHARES, flops_of_step, memory_by_kind,
-                                                      optimizer_seconds, parameters_of_rank,
-                                                      parameters_of_ranks, predict_step,
-                                                      written_seconds)
+                                                      parameters_of_ranks, predict_step)
 from bench.reports.plans.step_tables import step_parts
 from mm3d.model.stack import Stack
 from mm3d.schemes import find_scheme
 from mm3d.training.schedules import build
-from support import ROOT, status_of
+from support import ROOT
 
 A100 = machine_model.load_machine("dgx-a100")
 HEAD = ",".join(["Parameters (billion)", *COLUMNS.values()])
@@ -51,24 +49,19 @@ def test_parameters_of_stages_are_those_of_a_dry_run(tied):
         held = [model.trace(4 // stages, stage=stage, extrapolates=False).parameters / 4
                 for stage in range(stages)]    # values and gradients of 2 bytes each
         assert [*map(sum, parameters_of_ranks(model))] == held
-        assert sum(parameters_of_rank(model)) == max(held)
 
 
 def test_shares_of_a_step_are_its_seconds():
-    found = predict_step(gpt(data=4), A100)
-    assert [*found.shares] == [*SHARES] and min(found.shares.values()) >= 0
-    assert sum(found.shares.values()) == pytest.approx(found.seconds)
-    assert found.shares["replicas"] > 0 and found.shares["bubble"] > 0
-    alone = predict_step(gpt(1), A100)
-    assert alone.shares["hops"] == 0 and alone.shares["bubble"] == pytest.approx(0, abs=1e-9)
-
-
-def test_shares_are_the_seconds_where_weights_gradients_come_apart():
     """A forward counted twice would hide the bubble, and make the shares more than the step."""
-    model = gpt(2, 4)
-    apart = predict_step(replace(model, schedule=build("zb-h1", 2, 4), named="zb-h1"), A100)
-    assert sum(apart.shares.values()) == pytest.approx(apart.seconds)
-    assert apart.shares["products"] == pytest.approx(predict_step(model, A100).shares["products"])
+    model = gpt(data=4)
+    found, apart, alone = (predict_step(one, A100) for one in (model, replace(
+        model, schedule=build("zb-h1", 2, 4), named="zb-h1"), gpt(1)))
+    assert [*found.shares] == [*SHARES] and min(found.shares.values()) >= 0
+    for one in (found, apart):
+        assert sum(one.shares.values()) == pytest.approx(one.seconds)
+    assert apart.shares["products"] == pytest.approx(found.shares["products"])
+    assert found.shares["replicas"] > 0 and found.shares["bubble"] > 0
+    assert alone.shares["hops"] == 0 and alone.shares["bubble"] == pytest.approx(0, abs=1e-9)
 
 
 def test_a_repeated_forward_costs_a_forward():
@@ -86,11 +79,11 @@ def test_the_ends_of_a_gpt_take_time_in_their_stages():
 
 
 def test_the_optimizer_moves_its_state_once_and_zero_divides_it():
-    model = gpt(1, data=4)
-    whole = optimizer_seconds(model, A100)
-    assert whole == pytest.approx(sum(parameters_of_rank(model)) * (2 * 2 + 6 * 4 + 2)
+    whole, divided = (predict_step(gpt(1, data=4, zero=zero), A100).shares["optimizer"]
+                      for zero in (0, 1))
+    assert whole == pytest.approx(sum(*parameters_of_ranks(gpt(1))) * (2 * 2 + 6 * 4 + 2)
                                   / (A100.memory_bandwidth * A100.achieved.memory))
-    assert optimizer_seconds(replace(model, zero=1), A100) == pytest.approx(whole / 4)
+    assert divided == pytest.approx(whole / 4)
 
 
 def test_gradients_that_are_first_written_are_whole_up_to_zero_1():
@@ -98,13 +91,14 @@ def test_gradients_that_are_first_written_are_whole_up_to_zero_1():
     own = msgspec.structs.replace(A100, kernels="own")
     model = gpt(1, data=4)
     model = replace(model, stack=replace(model.stack, dtype="float32"))
-    every = [written_seconds(replace(model, zero=zero), own) for zero in range(4)]
-    assert every == pytest.approx([every[0], every[0], every[0] / 4, every[0] / 4])
-    assert every[0] == pytest.approx(sum(parameters_of_rank(model)) * 3 * 4 / (
-        A100.memory_bandwidth * A100.achieved.memory))
-    found = predict_step(replace(model, zero=1), own)
-    assert sum(found.shares.values()) == pytest.approx(found.seconds)
-    assert min(found.shares.values()) >= 0
+    steps = [predict_step(replace(model, zero=zero), own) for zero in range(4)]
+    whole = sum(*parameters_of_ranks(model)) * 3 * 4 / (
+        A100.memory_bandwidth * A100.achieved.memory)
+    assert [float(one.pipeline.timeline.makespan + max(one.pipeline.sums)) - one.seconds
+            + one.shares["optimizer"] for one in steps] == pytest.approx(
+                [whole, whole, whole / 4, whole / 4])
+    assert sum(steps[1].shares.values()) == pytest.approx(steps[1].seconds)
+    assert min(steps[1].shares.values()) >= 0
 
 
 def test_memory_by_kind_is_the_peak_of_the_dry_run():
@@ -155,20 +149,27 @@ def test_a_number_that_no_step_has_leaves_out_its_row(place, text, would, tmp_pa
     assert f" is {text!r}: {would}" in problem
 
 
-def test_lines_of_any_system_are_read_and_what_is_no_csv_is_refused(tmp_path):
+def test_lines_of_any_system_are_read(tmp_path):
     path = tmp_path / "old.csv"
     path.write_bytes("\r".join([HEAD, *GOOD]).encode())
     assert read_steps(str(path)) == read_steps(written(tmp_path, *GOOD))
     wrapped = ",".join(f'"{name}"' for name in HEAD.replace(" ", "\n").split(","))
     assert read_steps(written(tmp_path, *GOOD, head=wrapped)) == read_steps(str(path))
-    with pytest.raises(UsageError, match="steps.csv: no CSV: field larger"):
-        read_steps(written(tmp_path, "1" * 200_000))
-    for sign, what in (";", "semicolons"), ("\t", "tabs"):
-        with pytest.raises(UsageError, match=f"cells seem to be divided by {what}: commas betw"):
-            read_steps(written(tmp_path, GOOD[0].replace(",", sign).replace("5", "0,5"),
-                               head=HEAD.replace(",", sign)))
-    with pytest.raises(UsageError, match="its first line names no column '# GPUs', 'global"):
-        read_steps(written(tmp_path, GOOD[0], head="gpus,ms"))
+    with pytest.raises(UsageError, match="no such file"):
+        read_steps(str(tmp_path / "none.csv"))
+
+
+@pytest.mark.parametrize("head, line, said", [
+    (HEAD, "1" * 200_000, "steps.csv: no CSV: field larger"),
+    ("gpus,ms", GOOD[0], "its first line names no column '# GPUs', 'global"),
+    (HEAD.replace("micro batch", "mini batch"), GOOD[0], "no column 'micro batch'"),
+    (HEAD + ",micro batch", GOOD[0] + ",2", "column 'micro batch' is there 2 times"),
+    *((HEAD.replace(",", sign), GOOD[0].replace(",", sign).replace("5", "0,5"),
+       f"cells seem to be divided by {what}: commas betw")
+      for sign, what in ((";", "semicolons"), ("\t", "tabs")))])
+def test_a_file_of_other_columns_is_refused(head, line, said, tmp_path):
+    with pytest.raises(UsageError, match=said):
+        read_steps(written(tmp_path, line, head=head))
 
 
 def test_optional_columns_say_what_a_row_is(tmp_path):
@@ -252,15 +253,6 @@ def test_committed_tables_are_those_of_the_code(name, machine, tmp_path, capsys)
     assert len(rows) == 2 and rows <= committed, rows - committed
 
 
-def test_a_file_without_a_column_is_refused(tmp_path):
-    with pytest.raises(UsageError, match="no column 'micro batch'"):
-        read_steps(written(tmp_path, GOOD[0], head=HEAD.replace("micro batch", "mini batch")))
-    with pytest.raises(UsageError, match="no such file"):
-        read_steps(str(tmp_path / "none.csv"))
-    with pytest.raises(UsageError, match="column 'micro batch' is there 2 times"):
-        read_steps(written(tmp_path, GOOD[0] + ",2", head=HEAD + ",micro batch"))
-
-
 def test_a_fit_finds_the_fractions_that_made_the_seconds(tmp_path):
     """Rows whose seconds are a machine's own are fitted to it, but for terms that are small."""
     rows, _ = read_steps(written(tmp_path, *GOOD))
@@ -277,10 +269,9 @@ def test_a_fit_finds_the_fractions_that_made_the_seconds(tmp_path):
 
 
 def test_the_choice_is_the_row_predicted_fastest(tmp_path):
-    rows, _ = read_steps(written(tmp_path, *GOOD[:3]))
-    (first, best), = choices(predict_rows(rows, A100)[0])
+    found, _ = predict_rows(read_steps(written(tmp_path, *GOOD[:3]))[0], A100)
+    (first, best), = choices(found)
     assert best.row.seconds == .004
-    found, _ = predict_rows(rows, A100)
     assert first.step.seconds == min(one.step.seconds for one in found)
     assert "rows of at most 1 GPU:" in str(step_parts(A100, found, [], fitted_to=1))
 
@@ -295,11 +286,3 @@ def test_the_verb_prints_errors_and_fails_without_rows(tmp_path, capsys):
                  "--machine", "dgx-a100"]) == 1
     said = capsys.readouterr().out
     assert "attention by softmax" in said and said.rstrip().endswith("no row could be predicted")
-
-
-@pytest.mark.parametrize("words, message", [
-    (["--fit", "8"], "--fit 8: it is of --steps"),
-    (["--steps", "x.csv", "--table", "weak"], "--table weak: leave it out")])
-def test_options_of_steps_go_together(words, message, capsys):
-    assert status_of(main, ["predict", *words]) == 2
-    assert message in capsys.readouterr().err

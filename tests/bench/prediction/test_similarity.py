@@ -14,7 +14,7 @@ from bench.cluster.spec import Cluster
 from bench.errors import UsageError
 from bench.instruments.placement import direction_order
 from bench.prediction.machine_model import load_machine
-from bench.prediction.seconds import place_trace, work_seconds
+from bench.prediction.seconds import work_seconds
 from bench.prediction.similarity import (emulating_machine, shrink_machine, split_seconds,
                                          work_scale)
 from bench.records import run_file
@@ -24,7 +24,6 @@ from bench.reports.predicted_rows import of_case
 from bench.reports.formats import render
 from bench.validation.files import list_warnings
 from bench.verbs import reproduce
-from mm3d.grid.shape import GridShape
 from mm3d.schemes import find_scheme
 from mm3d.tracing import dry_run
 from mm3d.tracing.events import Collective, Gemm, MemoryPass, PHASES
@@ -111,17 +110,6 @@ def test_all_rows_are_predicted_before_they_are_measured():
     assert 60 / 63 < one.predicted_average / one.original_average < 1
 
 
-def test_predictions_know_the_placement():
-    """Directions inside nodes are those that the launched order has last."""
-    row = row_of("strong", "3d", 64)
-    sizes, trace = trace_of(row, "emulated-tiny")
-    grid = GridShape("xyz", (4, 4, 4))
-    assert place_trace(trace, grid, "xyz").events == trace.events
-    placed = {(event.direction, event.stride) for _, _, event in place_trace(
-        trace, grid, "zxy").events if isinstance(event, Collective)}
-    assert placed == {("x", 4), ("y", 1), ("z", 16)}
-
-
 @pytest.mark.parametrize("slowed", [1.0, 4.0])
 def test_measured_rows_are_set_beside_published_and_predicted_ones(tmp_path, slowed):
     """With the seconds that are predicted, times what is slowed, the error is 0."""
@@ -154,7 +142,6 @@ def test_rows_of_too_much_software_are_marked(tmp_path):
 
 
 def test_speed_ups_have_intervals_over_runs(tmp_path):
-    """Of the emulated rows, too: of two runs the two quotients."""
     for k, seconds in enumerate((1.0, 3.0)):
         for scheme in ("1d", "3d"):
             run = emulated_run(row_of("weak", scheme, 8), seconds if scheme == "1d" else 1.0)
@@ -168,7 +155,6 @@ def test_speed_ups_have_intervals_over_runs(tmp_path):
 
 
 def test_a_short_emulation_has_the_rows_of_the_speed_ups():
-    """Unless others are asked for."""
     command = parser(["reproduce"]).parse_args(["reproduce", "--preset=emulated-tiny"])
     assert {row.gpus for row in reproduce.rows_of_options(command)} == {8, 64}
     command.ranks = [16]

@@ -34,7 +34,6 @@ from mm3d.model.experts.layer import Experts
 from mm3d.tracing import dry_run
 from mm3d.training.gpt import GPT
 from plans import Few, check_best, training, works_of
-from support import status_of
 
 SMALL = ModelFile("small", layers=4, hidden=256, heads=4, vocab=512, seq=128)
 LLAMA = Architecture(norm="rms", positions="rotary", kv_heads=2, perceptron="swiglu", inner=320,
@@ -144,7 +143,6 @@ def test_so_it_is_with_uneven_grids_shards_and_places(gpt, batch, mib, likes, ze
 
 @pytest.mark.parametrize("sizes", [(3,), (6,), (1, 2, 3), (3, 1, 2), (2, 3, 1)])
 def test_closed_forms_price_the_largest_rank(sizes):
-    """32 heads, 4096 features, and 2 sequences, on 3 and 6 ranks."""
     asked = Training(load_model("llama-2-7b"), 6, 6, 2048, "float32", load_machine("dgx-a100"))
     scheme, grid = next(one for one in asked.shapes if one[1].sizes == sizes)
     layer = PlannedLayer(scheme, grid, 6, "none", False)
@@ -282,7 +280,6 @@ def test_closed_forms_of_a_gpts_ends_are_near_the_dry_run_of_this_librarys_kerne
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("scheme, sizes", [("1d-sp", {"x": 2}), ("3d", {"x": 2, "y": 1, "z": 1})])
 def test_no_plan_is_left_out_for_logits_that_are_held_once(dtype, scheme, sizes):
-    """Of a vocabulary 100 times as wide as the layers."""
     asked = Training(load_model("qwen2-1.5b"), 8, 8, 32768, dtype, load_machine("dgx-h100"))
     layer = PlannedLayer(scheme, GridShape.from_sizes(sizes), 2, "full", False)
     near, exact = screened_bytes(asked, layer)[0], traced_work(
@@ -291,7 +288,6 @@ def test_no_plan_is_left_out_for_logits_that_are_held_once(dtype, scheme, sizes)
 
 
 def written(model: ModelFile, folder) -> str:
-    """The path of a file that has the model."""
     tree = {name: getattr(model, name) for name in ("name", *SIZES, "tied")}
     tree["architecture"] = {name: [*value] if isinstance(value, tuple) else value
                             for name, value in model.architecture.given().items()}
@@ -349,39 +345,6 @@ def test_dry_train_and_jobs_take_a_plan(choice, overlap, tmp_path, capsys):
     assert {key: one.words for key, one in moved.items()} == {
         key: one.words for key, one in plan.model.whole_step(0, 0).total_traffic().items()}
     assert plan.model.mesh.ranks == 8 and settings.shards == choice.shards
-
-
-@pytest.mark.parametrize("options, message", [
-    (["--gpus", "8", "--model", "llama-3-71b", "--batch", "8"], "did you mean llama-3-70b"),
-    (["--gpus", "8", "--model", "llama-3-70b"], "--batch is missing"),
-    (["--gpus", "7919", "--model", "llama-3-70b", "--batch", "8"], "such as 4096 would do"),
-    (["--gpus", "8", "--model", "gpt-3-175b", "--batch", "1"], "no plan fits 74.5 GiB a GPU"),
-    (["--gpus", "1", "--model", "gpt2", "--batch", "100003"], "so a smaller batch may do too"),
-    (["--gpus", "7919", "--model", "gpt2", "--batch", "1"], "such as 1024 would do"),
-    (["--map", "7919", "--model", "gpt2", "--batch", "8"], "such as 512 would do"),
-    (["--map", "1,2", "--model", "gpt-3-175b", "--batch", "8"],
-     "--map 1,2: no plan on any of these, the last: --gpus 2 --model gpt-3-175b: no plan fits"),
-    (["--gpus", "8", "--model", "none.toml", "--batch", "8"], "there is no such file"),
-    (["--gpus", "8", "--model", "gpt-3-175b", "--batch", "8", "--zero", "1"], "--zero 1"),
-    (["--ranks", "8"], "--hidden is missing"), (["--hide-sums"], "--gpus is missing"),
-    (["--gpus", "7919", "--model", "llama-3-8b", "--batch", "7"], "that divide the batch"),
-    (["--gpus", "8", "--model", "llama-3-8b", "--batch", "8", "--machine", "longhorn", "--dtype",
-      "bfloat16"], "no rate for bfloat16")])
-def test_why_there_is_no_plan(options, message, capsys):
-    assert status_of(main, [*PLAN, *options]) == 2
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("options, message", [
-    (["--vocab", "512"], "--vocab: give --stages too"),
-    (["--stages", "2", "--untied"], "--untied: give --vocab too"),
-    (["--stages", "2", "--vocab", "512", "--hide-sums"], "--hide-sums: give --machine too"),
-    (["--stages", "2", "--machine", "cpu", "--scheme", "1d", "--inside", "y"],
-     "--inside y: the mesh has the directions r, d, s, x")])
-def test_options_of_dry_that_do_nothing_alone(options, message, capsys):
-    assert status_of(main, ["dry", "--ranks", "4", "--hidden", "256", "--layers", "4", "--heads",
-                            "4", "--batch", "8", "--seq", "64", *options]) == 2
-    assert message in capsys.readouterr().err
 
 
 def test_a_dtype_that_the_library_has_not_is_refused_in_a_line(monkeypatch, capsys):
