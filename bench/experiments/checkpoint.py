@@ -39,23 +39,17 @@ def measure_checkpoint(comm: MPI.Intracomm, folder: Path, sizes: mm3d.ModelSizes
     until they are on the disk, and reads them.  Before each read the files are dropped from the
     system's cache, where the system does so.  All four take turns, in random order.
 
-    Parameters
-    ----------
-    folder : path
-        Where a new folder is made for the files, and removed at the end, or by the next
-        measurement there if this one is killed.
-    dtype : str
-        Type of parameters and moments.
+    In `folder` a new one is made for the files, and removed at the end, or by the next measurement
+    there if this one is killed.  `dtype` is that of parameters and moments.
 
-    Raises
-    ------
-    UsageError
-        For sizes and types that a model cannot have, and a folder that cannot be written.
-    WrongResult
-        When what was restored differs.
+    Raises UsageError for sizes and types that a model cannot have, and a folder that cannot be
+    written; WrongResult when what was restored differs.
     """
-    model, optimizer = create_model(comm, sizes, dtype, seed, backend)
-    lock = make_on_rank_0(lambda: make_work_folder(folder), comm)
+    with as_usage_error():
+        scheme = mm3d.scheme("1d", comm, grid=(comm.size,), backend=backend)
+        model = mm3d.Transformer(scheme, **sizes, seed=seed, dtype=dtype)
+        optimizer = mm3d.AdamW(model, 1e-3)
+    lock = make_on_rank_0(lambda: _make_work_folder(folder), comm)
     work = comm.bcast(lock and Path(lock.name).parent)
     subject = SavedModel(comm, work, model, optimizer, seed)
     try:
@@ -79,7 +73,7 @@ def measure_checkpoint(comm: MPI.Intracomm, folder: Path, sizes: mm3d.ModelSizes
         [Check(QUANTITY, float(differing), 0.0)])
 
 
-def make_work_folder(folder: Path) -> IO:
+def _make_work_folder(folder: Path) -> IO:
     """Make a folder with a name of its own; return its lock. UsageError if it cannot be made.
 
     Folders whose locks nobody holds were left by killed runs, and are removed.
@@ -96,15 +90,6 @@ def make_work_folder(folder: Path) -> IO:
         return lock
     except OSError as error:
         raise UsageError(f"--disk {folder}: {error}") from error
-
-
-def create_model(comm: MPI.Intracomm, sizes: mm3d.ModelSizes, dtype: str, seed: int,
-                 backend: str | None) -> tuple[mm3d.Transformer, Any]:
-    """Create the model and its optimizer; UsageError where there is no such model."""
-    with as_usage_error():
-        scheme = mm3d.scheme("1d", comm, grid=(comm.size,), backend=backend)
-        model = mm3d.Transformer(scheme, **sizes, seed=seed, dtype=dtype)
-        return model, mm3d.AdamW(model, 1e-3)
 
 
 class SavedModel:

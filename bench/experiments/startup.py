@@ -63,18 +63,12 @@ def check_cubes(counts: list[int]) -> None:
 def measure_start(ranks: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """Start a job of `ranks` ranks without mm3d and one with it, see `check_cubes`; measure both.
 
-    Returns
-    -------
-    dict, dict
-        Of each: seconds of the first of `STAGES`; and "memory", by the stage after which it was
-        read: resident and private bytes of rank 0, NaN where the system does not tell.  With mm3d
-        also "transport", along the first direction of its grid; seconds of the other `STAGES`; and
-        of a rank's processor time for a small gather, the mean of `CALLS`: "call".
+    Returns of each: seconds of the first of `STAGES`; and "memory", by the stage after which it
+    was read: resident and private bytes of rank 0, NaN where the system does not tell.  With mm3d
+    also "transport", along the first direction of its grid; seconds of the other `STAGES`; and of
+    a rank's processor time for a small gather, the mean of `CALLS`: "call".
 
-    Raises
-    ------
-    FailedJob
-        When the job ends with a failure.
+    Raises FailedJob when the job ends with a failure.
     """
     sides = []
     for program in (("-c", PLAIN), ("-m", PROGRAM)):
@@ -100,7 +94,7 @@ def _memory() -> str:
     return MAPS.read_text(encoding="ascii", errors="replace") if MAPS.exists() else ""
 
 
-def run_rank(launched: float) -> None:
+def _run_rank(launched: float) -> None:
     """Run one rank of a job that was launched at that time; rank 0 prints its times as JSON."""
     import mm3d
     from mpi4py import MPI
@@ -143,4 +137,4 @@ def run_rank(launched: float) -> None:
 
 if __name__ == "__main__":
     protect()
-    run_rank(float(sys.argv[1]))
+    _run_rank(float(sys.argv[1]))

@@ -34,7 +34,7 @@ sys.modules.update({{"torch": torch, "torch.distributed": group}})
 
 {subject}
 
-serve.subject_class = lambda name: Subject
+serve.resolve_name = lambda name: Subject
 serve.main(*sys.argv[2:])
 '''
 

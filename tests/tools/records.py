@@ -9,7 +9,7 @@ from bench.cases.case import Case, make_case
 from bench.cases.combined import list_cases
 from bench.cases.paper import Row, load_tables
 from bench.experiments.rows.dilation import dilation_groups
-from bench.experiments.rows.record import published_row
+from bench.experiments.rows.row import published_row
 from bench.instruments import spans
 from bench.prediction.pipelines.waited_step import PARTS as STEP_PARTS
 from bench.records import model_run, run_file

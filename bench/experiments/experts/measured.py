@@ -18,13 +18,12 @@ from bench.experiments.experts.problem import ROUTINGS, ExpertsSubject, routing_
 from bench.experiments.experts.verification import verify_experts
 from bench.experiments.products.operands import count_products
 from bench.experiments.torch.child import TorchProcesses
-from bench.experiments.torch.equal_kernels import add_kernels, compare_kernels
-from bench.experiments.torch.serve import TimedProduct
+from bench.experiments.torch.equal_kernels import compare_kernels
 from bench.instruments.clock import Clock
 from bench.instruments.sampling import Sample, compare_in_turns, measured_environment, time_side
 from bench.instruments.timing import Limits
+from bench.records.model_run import add_numbers, make_record, transport_names
 from bench.records.kinds.experts import EXPERT_KINDS
-from bench.records.model_run import make_record, transport_names
 from bench.records.measurements import Measurements, grid_settings
 from mm3d.arrays.grouped_products import grouped_matmul
 from mm3d.launcher import wait_patiently
@@ -40,16 +39,10 @@ ORDER = {"forward": (("router", "routed"), ("dispatch", "arrived"), ("experts", 
 
 def measure_experts(subject: ExpertsSubject, torch: str | None,
                     limits: Limits) -> Measurements | None:
-    """Measure a layer of experts with every routing.
+    """Measure a layer of experts with every routing; every rank of its mesh calls this.
 
-    Results, and the words moved, are verified before the first repetition.
-
-    Parameters
-    ----------
-    subject : ExpertsSubject
-        The layer; every rank of its mesh calls this.
-    torch : str, optional
-        An interpreter that has PyTorch, which is verified and measured too.
+    Results, and the words moved, are verified before the first repetition; also those of PyTorch,
+    which is measured too where `torch` is an interpreter that has it.
 
     Returns
     -------
@@ -62,8 +55,8 @@ def measure_experts(subject: ExpertsSubject, torch: str | None,
         On all ranks, when a result is wrong.
     """
     comm, case = subject.mesh.comm, subject.case
-    kernels, ways, left_out = None, [], {}
-    with closing(start_torch(subject, torch)) if torch else nullcontext() as reference:
+    kernels, ways, left_out = {}, [], {}
+    with closing(_start_torch(subject, torch)) if torch else nullcontext() as reference:
         if reference:
             left_out = comm.bcast(reference.ask("ways"))
             ways = [way for way, problem in left_out.items() if not problem]
@@ -76,11 +69,13 @@ def measure_experts(subject: ExpertsSubject, torch: str | None,
             checks += more
             routed.append(found)
         require_passed(checks, "differs from a plain computation in float64: ")
-        sampler = ExpertsSampler(subject)
+        products = {routing: _first_product(subject, routing) for routing in ROUTINGS}
         if reference:
-            kernels = compare_kernels(sampler.first_products(), case.dtype, subject.grid.backend,
-                                      reference, case.seed)
-        times, parts, ended_by = sampler.sample_all(limits, reference, ways)
+            _, weights, segments = products[ROUTINGS[0]]    # with equal shares
+            kernels = compare_kernels(count_products(
+                (one.stop - one.start, *weights.shape[1:], False, False) for one in segments),
+                case.dtype, subject.grid.backend, reference, case.seed, 3 * case.flops)
+        times, parts, ended_by = _sample_all(subject, products, limits, reference, ways)
     environs = measured_environment(subject.grid.backend.name, comm)
     if comm.rank:
         return None
@@ -102,34 +97,28 @@ def measure_experts(subject: ExpertsSubject, torch: str | None,
         "s": {"samples": times, "part_samples": parts},
         "1": {name: [one[name] for one in routed] for name in routed[0]}},
         checks, routing=ROUTINGS, kind=EXPERT_KINDS, part=PARTS)
-    return add_kernels(record, kernels, 3 * case.flops)
+    return add_numbers(record, kernels)
 
 
-def start_torch(subject: ExpertsSubject, python: str) -> TorchProcesses:
+def _start_torch(subject: ExpertsSubject, python: str) -> TorchProcesses:
     """Start PyTorch's process beside rank 0; UsageError on all ranks when it does not start."""
     case, comm = subject.case, subject.mesh.comm
     arrays = None if comm.rank else {
         **case.activations(), **case.parameters(),
         **{f"router.weight {name}": case.router_weight(name) for name in ROUTINGS}}
     return TorchProcesses(
-        python, "TorchExpertsLayer",
+        python, "models:TorchExpertsLayer",
         {"dtype": case.dtype, "routing": routing_settings(case.experts, case.tokens)},
         arrays, comm, "do the layer of experts")
 
 
-class PartClock:
+class _PartClock:
     """Time the parts of a layer's steps.
 
     Router: logits, choice, the gather of all ranks' counts, and the plan of where rows go.
     Dispatch: rows to their experts.  Experts: products, biases and GELU.  Combine: rows back to
     their tokens, and the sums with the gates.  In backward each part computes their gradients.
-
-    Parameters
-    ----------
-    layer : ExpertsLayer
-        The layer; its functions are wrapped for good.
-    synchronize : callable
-        Waits for the device.
+    The layer's functions are wrapped for good; `synchronize` waits for the device.
     """
 
     def __init__(self, layer: ExpertsLayer, synchronize: Callable[[], None]) -> None:
@@ -172,84 +161,67 @@ class PartClock:
         return [seconds[part] for part in PARTS], result
 
 
-class ExpertsSampler:
-    """Take samples of a layer, its products, and PyTorch."""
+def _first_product(subject: ExpertsSubject, routing: str) -> tuple[Any, Any, Any]:
+    """Make rows, weights and the rows of each expert, as in the first product so routed."""
+    subject.set_routing(routing)
+    with subject.layer.routings.recording() as routings:
+        subject.forward()
+    segments, weights = routings[0].plan.rows.outer_segments, subject.layer.up.weight.value
+    count = max((one.stop for one in segments), default=0)
+    rows = subject.grid.backend.empty((count, weights.shape[1]), weights.dtype)
+    rows[...] = 0.5
+    return rows, weights, segments
 
-    def __init__(self, subject: ExpertsSubject) -> None:
-        self.subject, self.comm, self.library = subject, subject.mesh.comm, subject.grid.backend
-        self.parts = PartClock(subject.layer, self.library.synchronize)
-        self.clock = Clock(self.comm)
-        self.products = {routing: self._products(routing) for routing in ROUTINGS}
 
-    def _products(self, routing: str) -> tuple[Any, Any, Any]:
-        """Make rows, weights and the rows of each expert, as in the first product so routed."""
-        subject = self.subject
-        subject.set_routing(routing)
-        with subject.layer.routings.recording() as routings:
-            subject.forward()
-        segments = routings[0].plan.rows.outer_segments
-        weights = subject.layer.up.weight.value
-        count = max((one.stop for one in segments), default=0)
-        rows = self.library.empty((count, weights.shape[1]), weights.dtype)
-        rows[...] = 0.5
-        return rows, weights, segments
+def _sample_all(subject: ExpertsSubject, products: dict[str, tuple[Any, Any, Any]], limits: Limits,
+                reference: TorchProcesses | None,
+                ways: Sequence[str]) -> tuple[np.ndarray, np.ndarray, str]:
+    """Take samples of the layer, its first product, and PyTorch until the limits are reached.
 
-    def first_products(self) -> list[TimedProduct]:
-        """Return the products of this rank's experts in the first product, with equal shares."""
-        _, weights, segments = self.products[ROUTINGS[0]]
-        return count_products((one.stop - one.start, *weights.shape[1:], False, False)
-                              for one in segments)
+    Returns makespans (routings, kinds, repetitions), NaN where PyTorch is not measured; the
+    layer's parts (routings, phases, parts, ranks, repetitions) on rank 0; and the limit.
+    """
+    comm, library = subject.mesh.comm, subject.grid.backend
+    parts, clock = _PartClock(subject.layer, library.synchronize), Clock(comm)
 
-    def sample_layer(self, routing: str) -> Sample:
-        """Take a sample of the layer, with the seconds (phases, parts) of each rank."""
-        self.subject.set_routing(routing)
-        self.subject.zero_gradients()
-        found = self._time(self._step)
-        return replace(found, result=self.comm.gather(found.result))
+    def timed(step: Callable[[], Any]) -> Sample:
+        return time_side(step, comm, library.synchronize, clock)
 
-    def _step(self) -> list[list[float]]:
-        """Run forward and backward; return the seconds (phases, parts)."""
-        forward, (_, saved) = self.parts.measure("forward", self.subject.forward)
-        backward, _ = self.parts.measure("backward", lambda: self.subject.backward(saved))
+    def step() -> list[list[float]]:
+        forward, (_, saved) = parts.measure("forward", subject.forward)
+        backward, _ = parts.measure("backward", lambda: subject.backward(saved))
         return [forward, backward]
 
-    def _time(self, step: Callable[[], Any]) -> Sample:
-        return time_side(step, self.comm, self.library.synchronize, self.clock)
+    def layer(routing: str) -> Sample:
+        subject.set_routing(routing)
+        subject.zero_gradients()
+        found = timed(step)
+        return replace(found, result=comm.gather(found.result))
 
-    def _time_products(self, multiply: Callable[[], Any]) -> Sample:
-        return replace(self._time(multiply), result=None)
+    def grouped(routing: str) -> Sample:
+        return replace(timed(partial(grouped_matmul, *products[routing])), result=None)
 
-    def _single_product(self, rows: Any, weights: Any) -> Any:
-        """Multiply all rows by one weight."""
-        out = self.library.empty((rows.shape[0], weights.shape[2]), rows.dtype)
-        return self.library.gemm(rows, weights[0, :, :], out)
+    def single(routing: str) -> Sample:
+        rows, weights, _ = products[routing]
 
-    def sample_all(self, limits: Limits, reference: TorchProcesses | None,
-                   ways: Sequence[str]) -> tuple[np.ndarray, np.ndarray, str]:
-        """Take samples until the limits are reached.
-
-        Returns makespans (routings, kinds, repetitions), NaN where PyTorch is not measured; the
-        layer's parts (routings, phases, parts, ranks, repetitions) on rank 0; and the limit.
-        """
-        sides = {}
-        for routing, (rows, weights, segments) in self.products.items():
-            sides |= {
-                (routing, "layer"): partial(self.sample_layer, routing),
-                (routing, "grouped products"): partial(
-                    self._time_products, partial(grouped_matmul, rows, weights, segments)),
-                (routing, "one product"): partial(
-                    self._time_products, partial(self._single_product, rows, weights)),
-                **{(routing, f"PyTorch {way}"): partial(reference.sample, "step", way, routing)
-                   for way in ways}}
-        layers = [(routing, "layer") for routing in ROUTINGS]
-        found, ended_by = compare_in_turns(sides, limits, self.subject.case.seed, self.comm,
-                                           ratios=[(layer, layer) for layer in layers])
-        rounds = len(found[layers[0]])
-        times = np.array([[[one.seconds for one in found.get((routing, kind), ())]
-                           or [np.nan] * rounds for kind in EXPERT_KINDS] for routing in ROUTINGS])
-        parts = np.empty(0)
-        if self.comm.rank == 0:
-            # From (routings, repetitions, ranks, phases, parts).
-            every = np.array([[one.result for one in found[layer]] for layer in layers])
-            parts = every.transpose(0, 3, 4, 2, 1)
-        return times, parts, ended_by
+        def multiply() -> None:
+            out = library.empty((rows.shape[0], weights.shape[2]), rows.dtype)
+            library.gemm(rows, weights[0, :, :], out)
+        return timed(multiply)
+    sides = {}
+    for routing in ROUTINGS:
+        sides |= {(routing, kind): partial(take, routing) for kind, take in (
+            ("layer", layer), ("grouped products", grouped), ("one product", single))}
+        sides |= {(routing, f"PyTorch {way}"): partial(reference.sample, "step", way, routing)
+                  for way in ways}
+    layers = [(routing, "layer") for routing in ROUTINGS]
+    found, ended_by = compare_in_turns(sides, limits, subject.case.seed, comm,
+                                       ratios=[(one, one) for one in layers])
+    missing = [np.nan] * len(found[layers[0]])
+    times = np.array([[[one.seconds for one in found.get((routing, kind), ())] or missing
+                       for kind in EXPERT_KINDS] for routing in ROUTINGS])
+    if comm.rank:
+        return times, np.empty(0), ended_by
+    # From (routings, repetitions, ranks, phases, parts).
+    every = np.array([[one.result for one in found[side]] for side in layers])
+    return times, every.transpose(0, 3, 4, 2, 1), ended_by

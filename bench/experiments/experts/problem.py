@@ -122,24 +122,11 @@ def routing_settings(experts: ExpertOptions, tokens: int, layers: int = 1) -> di
 class ExpertsSubject:
     """Hold a layer of experts on a mesh, and this rank's part of its input.
 
-    Parameters
-    ----------
-    mesh : Mesh
-        Replicas of one stage.
-    expert_parallel : int, optional
-        Number of neighbouring replicas that divide the experts; by default all of them.
+    The mesh has replicas of one stage; `expert_parallel` neighbouring ones divide the experts, by
+    default all.  `place` is this rank's part of the global activations, `x` and `dy` its parts of
+    the input and the output's gradient.
 
-    Attributes
-    ----------
-    place : tuple of slice
-        This rank's part of the global activations.
-    x, dy : Array
-        Its parts of the input and the output's gradient.
-
-    Raises
-    ------
-    UsageError
-        On all ranks alike, when the layer cannot be divided so.
+    Raises UsageError on all ranks alike, when the layer cannot be divided so.
     """
 
     def __init__(self, mesh: Mesh, case: ExpertsCase, expert_parallel: int | None = None) -> None:

@@ -28,19 +28,10 @@ def verify_experts(subject: ExpertsSubject, routing: str,
                    ) -> tuple[list[Check], dict[str, np.ndarray]]:
     """Run a step from cleared gradients, and compare it with the plain computation.
 
-    Parameters
-    ----------
-    subject : ExpertsSubject
-        The layer, with the router's weight of this routing.
-    torch : dict of str to dict
-        PyTorch's results by way and quantity, which are compared too; used on rank 0.
+    `torch` has PyTorch's results by way and quantity, which are compared too; used on rank 0.
 
-    Returns
-    -------
-    list of Check
-        The comparisons, the same on every rank.
-    dict of str to ndarray
-        On rank 0 what a record has of the routing, by the names of `ROUTED`; empty on the others.
+    Returns the comparisons, the same on every rank, and on rank 0 what a record has of the
+    routing, by the names of `ROUTED`; {} on the others.
     """
     comm = subject.mesh.comm
     subject.zero_gradients()

@@ -23,13 +23,13 @@ from bench.errors import UsageError, WrongResult
 from bench.experiments.products.operands import observe_products
 from bench.experiments.products.problem import LocalProducts
 from bench.experiments.torch.child import TorchProcesses
-from bench.experiments.torch.equal_kernels import add_kernels, compare_kernels
+from bench.experiments.torch.equal_kernels import compare_kernels, gpt_step_flops
 from bench.instruments import hidden_time
 from bench.instruments.clock import Clock
 from bench.instruments.peak_memory import Footprint
 from bench.instruments.sampling import Sample, compare_in_turns, measured_environment, time_side
 from bench.instruments.timing import Limits
-from bench.records.model_run import make_record, transport_names
+from bench.records.model_run import add_numbers, make_record, transport_names
 from bench.records.measurements import Check, Measurements, grid_settings
 from mm3d import ModelSizes
 from mm3d.tracing import dry_run
@@ -46,7 +46,7 @@ def check_overlap(scheme: str) -> None:
                          f"overlap")
 
 
-def check_colossal(scheme: mm3d.Scheme, sizes: ModelSizes) -> None:
+def _check_colossal(scheme: mm3d.Scheme, sizes: ModelSizes) -> None:
     """Raise UsageError for what ColossalAI's 3-D layers cannot do: they pad nothing."""
     grid, q = scheme.grid.shape.sizes, scheme.grid.shape.sizes[0]
     if (scheme.name not in schemes_with_option("keep") or len(grid) < 3 or set(grid) != {q}
@@ -95,28 +95,24 @@ class MeasuredLayer:
 
 def measure_layer(subject: MeasuredLayer, beside: tuple[str, str] | None, overlap: int,
                   limits: Limits) -> Measurements | None:
-    """Measure one layer beside another library's, or alone.
+    """Measure one layer beside another library's, or alone; every rank of its grid calls this.
 
     The results are verified before the first repetition, and those of the last one again.
 
     Parameters
     ----------
-    subject : MeasuredLayer
-        The layer; every rank of its grid calls this.
     beside : tuple of str or None
         The library that the layer is verified with and measured beside, `PYTORCH` or `COLOSSAL`,
         and an interpreter that has it.  Without them the layer is verified with the serial scheme
         and measured alone.
     overlap : int
-        Measure the layer also with communication that overlaps with products, see
-        `check_overlap`, in this many panels of rows; 0 for no overlap.
+        Measure the layer also with communication that overlaps with products, in this many panels
+        of rows; 0 for no overlap.
 
     Returns
     -------
     Measurements or None
-        A record of kind "layer", by repetition, kind and rank: seconds, ratios, operations,
-        memory and its closed form, and calls, words and what is saved for backward of both sides;
-        on rank 0, None on the others.
+        A record of kind "layer", by repetition, kind and rank; on rank 0, None on the others.
 
     Raises
     ------
@@ -125,36 +121,39 @@ def measure_layer(subject: MeasuredLayer, beside: tuple[str, str] | None, overla
     WrongResult
         On all ranks, when a result or a gradient is wrong.
     """
-    comm, scheme = subject.scheme.grid.comm, subject.scheme
+    comm, scheme, sizes = subject.scheme.grid.comm, subject.scheme, subject.sizes
     name, python = beside or ("", "")
     differs = f"differs from {name or 'the serial scheme'}: "
     if overlap:
         check_overlap(scheme.name)
     if name == COLOSSAL:
-        check_colossal(scheme, subject.sizes)
+        _check_colossal(scheme, sizes)
     results = subject.step()
     memory = comm.gather(subject.footprint.peaks())
-    kernels = None
-    with closing(start_beside(subject, name, python)) if beside else nullcontext() as reference:
+    kernels = {}
+    with closing(_start_beside(subject, name, python)) if beside else nullcontext() as reference:
         checks = require_passed(subject.check_step(results, reference), differs)
         del results
         counted = count_sides(subject, name, reference)
         if reference:
             kernels = compare_kernels(observe_products(subject.step, scheme.grid), subject.dtype,
-                                      scheme.grid.backend, reference, subject.seed)
-        times, hidden, ended_by, again = time_layer(subject, overlap, limits, reference)
+                                      scheme.grid.backend, reference, subject.seed,
+                                      gpt_step_flops(sizes.batch * sizes.seq, sizes.layers,
+                                                     sizes.hidden, sizes.seq))
+        times, hidden, ended_by, again = _time_layer(subject, overlap, limits, reference)
         checks += require_passed(again, f"after the last repetition, {differs}")
     environs = measured_environment(scheme.grid.backend.name, comm)
     if memory is None:
         return None
+    options = {"keep": scheme.keep} if hasattr(scheme, "keep") else {}
     settings = {"scheme": scheme.name, "dtype": subject.dtype,
-                **subject.sizes, "seed": subject.seed, **scheme_options(scheme),
+                **sizes, "seed": subject.seed, **options,
                 "reference": reference.about if reference else "none", "ended_by": ended_by,
                 **({"overlap": overlap} if overlap else {}), **grid_settings(scheme.grid.shape),
                 "transport": transport_names(scheme.grid), **asdict(limits)}
     expected = dry_run.trace_step(
         scheme.name, scheme.grid.size, scheme.grid.shape.sizes, block=scheme.grid.backend.block,
-        options=scheme_options(scheme), dtype=subject.dtype, **subject.sizes).pool_peak
+        options=options, dtype=subject.dtype, **sizes).pool_peak
     record = make_record("layer", settings, environs, {
         "s": {"times": times},
         "byte": {"memory": np.array(memory).T, "expected_memory": float(expected),
@@ -162,19 +161,20 @@ def measure_layer(subject: MeasuredLayer, beside: tuple[str, str] | None, overla
         "1": {"hidden": hidden, **dict(zip(("calls", "words"), counted))}}, checks,
         kind=tuple(name or kind if kind == PYTORCH else kind for kind in KINDS),
         side=("mm3d", COLOSSAL)[:len(counted[0])])
-    return add_kernels(record, kernels, record.variables["flops"].values)
+    return add_numbers(record, kernels)
 
 
-def scheme_options(scheme: mm3d.Scheme) -> dict[str, str]:
-    """Return the options of a scheme that a record has."""
-    return {"keep": scheme.keep} if hasattr(scheme, "keep") else {}
-
-
-def start_beside(subject: MeasuredLayer, beside: str, python: str) -> TorchProcesses:
-    """Start the other side beside the ranks; UsageError on all ranks when it does not start."""
+def _start_beside(subject: MeasuredLayer, beside: str, python: str) -> TorchProcesses:
+    """Start the other side beside the ranks, with the global arrays of the layer."""
     case, comm = {"heads": subject.sizes.heads, "dtype": subject.dtype}, subject.scheme.grid.comm
-    arrays = None if comm.rank else global_arrays(subject.sizes, subject.seed, subject.dtype)
-    name, ranks = (("ColossalLayer", comm.size) if beside == COLOSSAL else ("TorchLayer", 1))
+    arrays = None
+    if comm.rank == 0:
+        model = mm3d.Transformer(mm3d.scheme("serial", MPI.COMM_SELF, backend="numpy"),
+                                 **subject.sizes, seed=subject.seed, dtype=subject.dtype)
+        arrays = {**{p.name: p.value.reshape(p.public_shape) for p in model.parameters},
+                  **{name: model.random(name) for name in ("input", "output gradient")}}
+    name, ranks = (("colossal:ColossalLayer", comm.size) if beside == COLOSSAL else
+                   ("models:TorchLayer", 1))
     return TorchProcesses(python, name, case, arrays, comm, "do the layer", ranks)
 
 
@@ -195,7 +195,7 @@ def count_sides(subject: MeasuredLayer, beside: str,
     everyone, problem = comm.gather(rows), None
     if everyone is not None:
         everyone = np.array(everyone, float).transpose(2, 1, 0)
-        equal = scheme_options(subject.scheme).get("keep") == "both"
+        equal = getattr(subject.scheme, "keep", "") == "both"
         for side, mean in zip(("mm3d", COLOSSAL)[:1 + equal], everyone[1].mean(axis=1)):
             if abs(mean - stated) > 0.5:
                 problem = (f"a rank of {side} moves {mean:.1f} words in the mean: they should be "
@@ -205,26 +205,13 @@ def count_sides(subject: MeasuredLayer, beside: str,
     return everyone
 
 
-def global_arrays(sizes: ModelSizes, seed: int, dtype: str) -> dict[str, np.ndarray]:
-    """Draw the input, the output's gradient and the parameters of the layer as global arrays."""
-    model = mm3d.Transformer(
-        mm3d.scheme("serial", MPI.COMM_SELF, backend="numpy"), **sizes, seed=seed, dtype=dtype)
-    arrays = {p.name: p.value.reshape(p.public_shape) for p in model.parameters}
-    return arrays | {name: model.random(name) for name in ("input", "output gradient")}
-
-
-def time_layer(subject: MeasuredLayer, overlap: int, limits: Limits,
-               reference: TorchProcesses | None
-               ) -> tuple[np.ndarray, float, str, list[Check]]:
+def _time_layer(subject: MeasuredLayer, overlap: int, limits: Limits,
+                reference: TorchProcesses | None) -> tuple[np.ndarray, float, str, list[Check]]:
     """Measure `KINDS` until the limits are reached, and check the last results.
 
-    Returns
-    -------
-    ndarray, float
-        Seconds, (repetitions, kinds, ranks, begin and end), NaN for kinds that were not measured;
-        and the share of communication that overlap hides, NaN without overlap.
-    str, list of Check
-        The limit that was reached, and checks of the results of the last repetition.
+    Returns seconds, (repetitions, kinds, ranks, begin and end), NaN for kinds that were not
+    measured; the share of communication that overlap hides, NaN without overlap; the limit that
+    was reached; and the checks.
     """
     grid, last = subject.scheme.grid, []
     clock, replay = Clock(grid.comm), LocalProducts(subject.step, grid, subject.dtype)

@@ -1,26 +1,27 @@
-"""Measure the time and the bubble of a pipeline, beside those by the clock."""
+"""Measure the time and the bubble of a pipeline, beside those by the clock and PyTorch's own."""
 
 import time
 from dataclasses import asdict
-from functools import partial
-from typing import Any
+from typing import Any, Callable
 
 import numpy as np
+from mpi4py import MPI
 
 import mm3d
+from bench.agreement import agree
+from bench.checks import tolerances
 from bench.checks.passed import require_passed
-from bench.experiments.pipeline.reference import STEP_LETTERS, TorchPipeline, gather_actions
 from bench.experiments.pipeline.subject import (ABOUT_WORK, ActionTimes, LayersSubject,
-                                                PipelineCase)
-from bench.experiments.pipeline.waiting import WaitingSubject
+                                                PipelineCase, WaitingSubject, squared_error)
 from bench.experiments.products.operands import observe_products
-from bench.experiments.torch.equal_kernels import (SIDES, add_kernels, compare_kernels,
-                                                   gpt_step_flops)
+from bench.experiments.torch.child import TorchProcesses
+from bench.experiments.torch.equal_kernels import SIDES, compare_kernels, gpt_step_flops
+from bench.experiments.torch.pipeline import TORCH_SCHEDULES
 from bench.instruments.clock import Clock
 from bench.instruments.peak_memory import Footprint
 from bench.instruments.sampling import Sample, compare_in_turns, measured_environment, time_side
 from bench.instruments.timing import Limits
-from bench.records.model_run import make_record, transport_names
+from bench.records.model_run import add_numbers, make_record, transport_names
 from bench.records.measurements import Check, Measurements, Setting, grid_settings
 from mm3d import launcher
 from mm3d.launcher import wait_patiently
@@ -32,6 +33,7 @@ from mm3d.training.schedules import format_schedule
 from mm3d.training.schedules.messages import operations
 from mm3d.training.schedules.schedule import Completion
 
+STEP_LETTERS = ("F", "B", "W")
 ROUNDS = 40    # round trips to measure a hop
 
 
@@ -39,19 +41,13 @@ def measure_pipeline(mesh: Mesh, case: PipelineCase, limits: Limits,
                      torch: str | None = None) -> Measurements | None:
     """Measure a pipeline; verify it before the first repetition, and the last one again.
 
-    Parameters
-    ----------
-    mesh : Mesh
-        The ranks; each calls this.
-    torch : str, optional
-        An interpreter that has PyTorch, whose own pipeline is measured beside it, in turns.
+    Every rank of the mesh calls this.  With `torch`, an interpreter that has PyTorch, its own
+    pipeline is measured beside it, in turns.
 
     Returns
     -------
     Measurements or None
-        A record of kind "pipeline": begin and end of each action by repetition and rank, seconds
-        of a step, bubbles measured and by the clock, memory and words beside their closed forms;
-        on rank 0, None on the others.
+        A record of kind "pipeline", by repetition and rank; on rank 0, None on the others.
 
     Raises
     ------
@@ -67,24 +63,31 @@ def measure_pipeline(mesh: Mesh, case: PipelineCase, limits: Limits,
     actions = ActionTimes(clock, backend.synchronize)
     subject = (LayersSubject if case.waits is None else WaitingSubject)(mesh, case, actions,
                                                                         asleep)
-    reference = kernels = None
+    reference, kernels = None, {}
     try:
         subject.step()
         memory = comm.gather(footprint.peaks())
         words = comm.gather(subject.hops.traffic.words)
-        expected = comm.gather(expected_memory(mesh, case))
+        expected = comm.gather(_expected_memory(mesh, case))
         subject.draw_ahead()
         reference = TorchPipeline(torch, mesh, case, subject) if torch else None
-        checks = check_both(subject, reference)
+        checks = _check_both(subject, reference)
         if reference:
             kernels = compare_kernels(observe_products(subject.step, mesh.scheme.grid),
-                                      stack.dtype, backend, reference.processes, stack.seed)
-        hops = measure_hop(subject, clock)
-        own = partial(sample_step, subject, actions, clock)
+                                      stack.dtype, backend, reference.processes, stack.seed,
+                                      gpt_step_flops(stack.batch * stack.seq, stack.layers,
+                                                     stack.hidden, stack.seq))
+        hops = _measure_hop(subject, clock)
+
+        def sample() -> Sample:
+            actions.times.clear()
+            taken = time_side(lambda: _spend(subject.step), comm, backend.synchronize, clock)
+            return gather_actions(comm, case, np.array(actions.times), taken.result,
+                                  subject.slept)
         found, ended_by = compare_in_turns(
-            dict(zip(SIDES, (own, *([reference.sample] if reference else [])))), limits,
+            dict(zip(SIDES, (sample, *([reference.sample] if reference else [])))), limits,
             stack.seed, comm)
-        checks += check_both(subject, reference, "after the last repetition, ")
+        checks += _check_both(subject, reference, "after the last repetition, ")
         environs = measured_environment(backend.name, comm)
     finally:
         if reference:
@@ -93,34 +96,120 @@ def measure_pipeline(mesh: Mesh, case: PipelineCase, limits: Limits,
     if memory is None:
         return None
     counts = {"byte": {"memory": np.array(memory).T, "expected_memory": expected},
-              "1": {"words": words, "expected_words": hop_words(mesh, case)}}
-    settings = {**case_settings(mesh, case), "ended_by": ended_by, "asleep": asleep,
-                "reference": reference.about if reference else "none",
+              "1": {"words": words, "expected_words": _hop_words(mesh, case)}}
+    settings = {**_case_settings(mesh, case), "ended_by": ended_by, "asleep": asleep,
+                "reference": reference.processes.about if reference else "none",
                 **({"reference_order": reference.order} if reference else {}), **asdict(limits)}
-    record = make_record("pipeline", settings, environs, side_numbers(found, hops) | counts,
+    record = make_record("pipeline", settings, environs, _side_numbers(found, hops) | counts,
                          checks, stage=range(case.schedule.stage_count), step=STEP_LETTERS,
                          side=list(found))
-    return add_kernels(record, kernels, gpt_step_flops(stack.batch * stack.seq, stack.layers,
-                                                       stack.hidden, stack.seq))
+    return add_numbers(record, kernels)
 
 
-def sample_step(subject: Any, actions: ActionTimes, clock: Clock) -> Sample:
-    """Execute a step; see `gather_actions`."""
-    mesh, processor = subject.mesh, 0.0
+def gather_actions(comm: Any, case: PipelineCase, times: np.ndarray, processor: float,
+                   slept: np.ndarray) -> Sample:
+    """Gather what all ranks measured into the sample of a step.
 
-    def step() -> None:
-        nonlocal processor
-        begin = time.process_time()
-        subject.step()
-        processor = time.process_time() - begin
+    Times, (ranks, actions, begin and end), count from the begin of the first action; NaN beyond
+    the actions of a rank.  The result has of each rank the seconds of `processor` time, and the
+    mean seconds `slept` that it waited for F, B and W; NaN with layers.
+    """
+    own = np.full((max(map(len, case.schedule.rows)), 2), np.nan)
+    own[:len(times)] = times
+    every = np.empty((comm.size, *own.shape))
+    comm.Allgather(own, every)
+    return Sample(every - np.nanmin(every), comm.allgather((processor, slept)))
 
-    actions.times.clear()
-    time_side(step, mesh.comm, mesh.scheme.grid.backend.synchronize, clock)
-    slept = np.full(len(STEP_LETTERS), np.nan) if subject.slept is None else subject.slept
-    return gather_actions(mesh.comm, subject.case, np.array(actions.times), processor, slept)
+
+def refuse_pipeline(mesh: Mesh, case: PipelineCase) -> None:
+    """Raise UsageError, on all ranks alike, for cases that PyTorch's schedules cannot execute."""
+    kind = case.name.partition(":")[0]
+    problem = None
+    if kind not in TORCH_SCHEDULES:
+        problem = (f"PyTorch has no such schedule: {', '.join(TORCH_SCHEDULES)} would do")
+    elif kind == "interleaved" and case.schedule.chunks == 1:
+        problem = "PyTorch's has two chunks a rank or more: interleaved:2 would do"
+    elif mesh.shape["t"] > 1:
+        problem = (f"a stage of PyTorch's is one process: a grid of 1 rank would do, not of "
+                   f"{mesh.shape['t']}")
+    elif case.stack.recompute != "none":
+        problem = f"--recompute {case.stack.recompute} is not PyTorch's: leave it out"
+    elif mesh.scheme.grid.backend.name != "numpy":
+        problem = "PyTorch computes on the host: --backend numpy would do"
+    node = mesh.comm.Split_type(MPI.COMM_TYPE_SHARED)
+    several = node.size != mesh.comm.size
+    node.Free()
+    if several and not problem:
+        problem = "PyTorch's ranks are started on one node: as many ranks as it can hold would do"
+    agree(problem and f"--torch, schedule {case.name}: {problem}", mesh.comm)
 
 
-def check_both(subject: Any, reference: TorchPipeline | None, when: str = "") -> list[Check]:
+class TorchPipeline:
+    """The same schedule and stages by PyTorch, beside each rank of a mesh, asleep between steps.
+
+    It takes the parameters and inputs of a subject.  After `check`, `order` says how its order of
+    actions compares with the schedule's.  Raises UsageError on all ranks, when the interpreter
+    cannot execute it.
+    """
+
+    def __init__(self, python: str, mesh: Mesh, case: PipelineCase, subject: Any) -> None:
+        self.mesh, self.case, self.subject, self.order = mesh, case, subject, ""
+        sizes, waits, schedule = case.sizes, case.chunk_seconds, case.schedule
+        self.processes = TorchProcesses(python, "pipeline:Stages", {
+            "schedule": case.name, "stages": schedule.stages,
+            "microbatches": schedule.microbatches,
+            "shape": (sizes.batch // schedule.microbatches, sizes.seq, sizes.hidden),
+            "layers": [list(part) for part in case.parts], "heads": sizes.heads,
+            "dtype": case.stack.dtype, "seconds": waits and dict(zip(STEP_LETTERS, waits))},
+            subject.arrays(), mesh.comm, "execute the pipeline", mesh.comm.size)
+
+    def sample(self) -> Sample:
+        """Execute another step; see `gather_actions`."""
+        found = self.processes.take_turn("step")
+        slept = np.array([found["slept"].get(step, np.nan) for step in STEP_LETTERS])
+        return gather_actions(self.mesh.comm, self.case, np.array(
+            [action[3:] for action in found["actions"]]), found["processor"], slept)
+
+    def check(self) -> list[Check]:
+        """Execute a step, and check its results and that its actions are the schedule's.
+
+        Raises UsageError on all ranks, when it takes other actions.
+        """
+        found = self.processes.ask("check")
+        self._compare_order([(kind, stage, micro) for kind, stage, micro, *_ in found["actions"]])
+        if self.case.waits is not None:
+            wrong, arrived = self.mesh.comm.allreduce(found["wrong"])
+            return [Check("PyTorch's results that arrived", wrong / arrived, 0.0)]
+        squares: dict[str, np.ndarray] = {
+            p.name: squared_error(found[p.name],
+                                  p.grid.backend.to_host(p.grad).reshape(p.public_shape))
+            for p in self.subject.pipeline.parameters}
+        tolerance = tolerances.beside_serial(self.case.stack.dtype, self.case.sizes.layers)[1]
+        return [Check(f"PyTorch's gradient of {name}", float(np.sqrt(error / norm)), tolerance)
+                for one in self.mesh.comm.allgather(squares)
+                for name, (error, norm) in one.items()]
+
+    def _compare_order(self, found: list[tuple[str, int, int]]) -> None:
+        """Set `order`; UsageError when the actions are not the schedule's, in any order."""
+        schedule, rank = self.case.schedule, self.mesh.stage
+        wanted = [(action.kind, schedule.stage_of(rank, action.chunk), action.micro)
+                  for action in schedule.rows[rank]]
+        agree(None if sorted(found) == sorted(wanted) else
+              f"--torch, schedule {self.case.name}: PyTorch takes other actions than this "
+              f"schedule, so times cannot be compared", self.mesh.comm)
+        other = self.mesh.comm.allgather(found != wanted)
+        self.order = ("the same actions in the same order" if not any(other) else
+                      f"the same actions, in another order on {sum(other)} of {len(other)} ranks")
+
+
+def _spend(step: Callable[[], None]) -> float:
+    """Return the seconds of processor time of a step."""
+    begin = time.process_time()
+    step()
+    return time.process_time() - begin
+
+
+def _check_both(subject: Any, reference: TorchPipeline | None, when: str = "") -> list[Check]:
     """Return the checks of both sides; WrongResult, on all ranks, when one did not pass."""
     checks = require_passed(subject.check(), f"{when}differs from the model in one stage: ")
     if not reference:
@@ -128,7 +217,7 @@ def check_both(subject: Any, reference: TorchPipeline | None, when: str = "") ->
     return checks + require_passed(reference.check(), f"{when}differs from this pipeline: ")
 
 
-def case_settings(mesh: Mesh, case: PipelineCase) -> dict[str, Setting]:
+def _case_settings(mesh: Mesh, case: PipelineCase) -> dict[str, Setting]:
     """Return the settings of a record that say what was measured."""
     waits, stack = case.waits or (), case.stack
     stages = GridShape("st", (mesh.shape["s"], mesh.shape["t"]))
@@ -143,7 +232,7 @@ def case_settings(mesh: Mesh, case: PipelineCase) -> dict[str, Setting]:
             "transport": transport_names(mesh.scheme.grid)}
 
 
-def expected_memory(mesh: Mesh, case: PipelineCase) -> float:
+def _expected_memory(mesh: Mesh, case: PipelineCase) -> float:
     """Return this rank's peak bytes by a dry run; NaN without layers."""
     if case.waits is not None:
         return np.nan
@@ -153,7 +242,7 @@ def expected_memory(mesh: Mesh, case: PipelineCase) -> float:
         mesh.comm.size, mesh.comm.rank, mesh.scheme.grid.backend.block).pool_peak
 
 
-def measure_hop(subject: Any, clock: Clock) -> np.ndarray:
+def _measure_hop(subject: Any, clock: Clock) -> np.ndarray:
     """Measure the seconds of a hop of one block between the first two stages, otherwise idle.
 
     Returns half of each round trip, on the slowest rank of the first stage; 0 for one stage.
@@ -181,7 +270,7 @@ def measure_hop(subject: Any, clock: Clock) -> np.ndarray:
     return np.max(every, axis=0)
 
 
-def side_numbers(found: dict[str, list[Sample]], hops: np.ndarray) -> dict[str, dict[str, Any]]:
+def _side_numbers(found: dict[str, list[Sample]], hops: np.ndarray) -> dict[str, dict[str, Any]]:
     """Return the seconds of a record: of hops, and of one side or both."""
     times = [[one.times for one in samples] for samples in found.values()]
     seconds: dict[str, Any] = {"times": times[0], "hop_samples": hops}
@@ -195,7 +284,7 @@ def side_numbers(found: dict[str, list[Sample]], hops: np.ndarray) -> dict[str, 
     return {"s": seconds}
 
 
-def hop_words(mesh: Mesh, case: PipelineCase) -> int:
+def _hop_words(mesh: Mesh, case: PipelineCase) -> int:
     """Return the words that all ranks send to other stages, by the closed form."""
     schedule, stack = case.schedule, case.stack
     rows = stack.batch // schedule.microbatches

@@ -1,47 +1,51 @@
 """Measure each collective along each direction of a grid, beside MPI's own call."""
 
+import itertools
 import math
-from dataclasses import asdict, dataclass
-from typing import Any, Callable, Sequence
+from dataclasses import asdict, replace
+from typing import Any, Callable, NamedTuple, Sequence
 
 import numpy as np
 from mpi4py import MPI
 
 import mm3d
 from bench.checks import operation
+from bench.cluster.spec import Cluster
 from bench.errors import UsageError, as_usage_error
-from bench.experiments.products import operands, wire_bytes
-from bench.instruments.clock import Clock
+from bench.experiments.products import operands
+from bench.instruments.clock import Clock, time_on_all_ranks
 from bench.instruments.sampling import (makespans_in_turns, measure_in_random_order,
                                         measured_environment, pad_samples, samples_along)
 from bench.instruments.timing import Limits
+from bench.instruments.wire import WireRecorder
 from bench.records.model_run import add_numbers, transport_names
 from bench.records.measurements import Check, Measurements, grid_settings
-from mm3d.grid.axis import COLLECTIVES
+from mm3d.grid.axis import COLLECTIVES, Axis
 from mm3d.grid.shape import GridShape
 from mm3d.grid.split import Split
 from mm3d.schemes import find_scheme
+from mm3d.transport.mpi import MpiTransport
 
 TERMS = 4    # buffers of a reduce-scatter to fill with zeros: more than are in use at one time
+ROUNDS = 5    # of each collective on the wire, by each of its ways
+WAYS = ("grid", "mpi")
 Repeat = Callable[[Sequence[operands.CollectiveCall]], tuple[Sequence[Sequence[float]], str]]
 
 
-@dataclass(frozen=True)
-class Sampled:
+class Sampled(NamedTuple):
     """The measurement of one collective.
 
     Attributes
     ----------
-    seconds : sequence of float
-        Samples of the makespan, in seconds.
+    seconds, plain : sequence of float
+        Samples of the makespan, in seconds, and as many of MPI's own call for it; empty where it
+        was not measured.
     ended_by : str
         The limit that ended both series of samples.
     moved : int
         Bytes counted on the busiest rank.
     check : Check
         The comparison of the result with the exact one.
-    plain : sequence of float
-        As many samples of MPI's own call for it; empty where it was not measured.
     """
 
     seconds: Sequence[float]
@@ -98,20 +102,14 @@ def measure_collectives(grid: mm3d.Grid, sizes: Sequence[int], dtype: str, limit
 
     All lines of a direction communicate at the same time, as they do in the algorithms.  Each
     result is first compared with the exact one.  The collective and MPI's own call take turns, so
-    that a disturbance of the machine slows both.
-
-    Parameters
-    ----------
-    sizes : sequence of int
-        Bytes of the global array; see `array_bytes`.
+    that a disturbance of the machine slows both.  `sizes` are bytes of the global array; see
+    `array_bytes`.
 
     Returns
     -------
     Measurements or None
-        A record of kind "collectives", by direction, collective and size: seconds, bytes
-        counted, bus bandwidth, the fit alpha + beta n, and the seconds of MPI's own call; on rank
-        0, None on the others.  In an emulated cluster also the bytes between nodes for the largest
-        array, see `wire_bytes`.
+        A record of kind "collectives", by direction, collective and size; on rank 0, None on the
+        others.  In an emulated cluster also the bytes between nodes for the largest array.
 
     Raises
     ------
@@ -139,8 +137,8 @@ def measure_collectives(grid: mm3d.Grid, sizes: Sequence[int], dtype: str, limit
                 "transports": " ".join(grid[name].transport.name for name in axes),
                 **asdict(limits)}
     scales = {"axis": axes, "collective": COLLECTIVES, "size": list(sizes)}
-    record = None if comm.rank else collectives_record(scales, found, settings, environs)
-    return wire_bytes.add_wire(record, grid, axes, sizes[-1], dtype)
+    record = None if comm.rank else _collectives_record(scales, found, settings, environs)
+    return _add_wire(record, grid, axes, sizes[-1], dtype)
 
 
 def measure_collective(grid: mm3d.Grid, axis: str, kind: str, shape: tuple[int, ...], dtype: str,
@@ -152,8 +150,8 @@ def measure_collective(grid: mm3d.Grid, axis: str, kind: str, shape: tuple[int, 
 
     Parameters
     ----------
-    axis, kind : str
-        The direction, and one of `mm3d.grid.axis.COLLECTIVES`.
+    kind : str
+        One of `mm3d.grid.axis.COLLECTIVES`.
     shape : tuple of int
         The global array, whose last dimension is divided.
     repeat : callable
@@ -161,10 +159,7 @@ def measure_collective(grid: mm3d.Grid, axis: str, kind: str, shape: tuple[int, 
     beside : sequence of callable, optional
         MPI's own call for it, where that is to be measured too.
 
-    Raises
-    ------
-    WrongResult
-        On all ranks, when its result is wrong.
+    Raises WrongResult on all ranks, when its result is wrong.
     """
     comm, line = grid.comm, grid[axis]
     split = mm3d.Layout("," * (len(shape) - 1) + axis).split(grid, shape, axis)
@@ -190,8 +185,8 @@ def _summed_zeros(split: Split, shape: tuple[int, ...], dtype: str) -> operands.
     return lambda: split.reduce_scatter(split.term(shape, dtype))
 
 
-def collectives_record(scales: dict[str, Sequence[Any]], found: list[Sampled], settings: dict,
-                       environs: dict[str, Any]) -> Measurements:
+def _collectives_record(scales: dict[str, Sequence[Any]], found: list[Sampled], settings: dict,
+                        environs: dict[str, Any]) -> Measurements:
     """Make the record of the samples `found` along `scales`."""
     shape = tuple(map(len, scales.values()))
     scales, variables = samples_along(scales, [(one.seconds, one.ended_by) for one in found])
@@ -201,3 +196,51 @@ def collectives_record(scales: dict[str, Sequence[Any]], found: list[Sampled], s
     return add_numbers(record, {
         "byte": {"bytes_moved": np.array([one.moved for one in found], float).reshape(shape)},
         "s": {"mpi_samples": pad_samples(alone, shape)} if all(map(len, alone)) else {}})
+
+
+def _add_wire(record: Measurements | None, grid: mm3d.Grid, axes: Sequence[str], size: int,
+              dtype: str) -> Measurements | None:
+    """Add the bytes between nodes of every collective of `size` bytes along `axes` to a record.
+
+    Each round calls a collective once by the transport of the grid and once by MPI's own
+    algorithm, all lines of a direction at the same time, and reads the counters of the kernel.
+    Outside of an emulated cluster, and on one node, the record stays as it is.
+    """
+    recorder = WireRecorder(grid.comm)
+    nodes = max(recorder.nodes) + 1
+    if Cluster.from_environment() is None or not recorder.available or nodes == 1:
+        return record
+    words = size // np.dtype(dtype).itemsize
+    found, checks, clock = [], [], Clock(grid.comm)
+    for axis, kind in itertools.product(axes, COLLECTIVES):
+        calls = []
+        line = grid[axis].comm
+        of_mpi = Axis(axis, line, grid.backend, MpiTransport(line, grid.backend))
+        for way, line in zip(WAYS, (grid[axis], of_mpi)):
+            split = Split(line, 0, words)
+            a = operands.collective_operand(split, kind, (words,), dtype)
+            calls.append(operands.collective_call(split, kind, a))
+            check = operation.check_collective(split, kind, calls[-1], a, grid.comm)
+            checks.append(replace(check, quantity=f"{check.quantity}, wire, {way}"))
+        found.append([[_one_call(call, grid, recorder, clock) for call in calls]
+                      for _ in range(ROUNDS)])
+    if record is None:
+        return None
+    taken = np.array(found).reshape(len(axes), len(COLLECTIVES), ROUNDS, len(WAYS), 3, nodes)
+    record.configuration["wire_size"] = size
+    record.checks.extend(checks)
+    return add_numbers(record, {
+        "byte": {"wire_received": taken[..., 0, :], "wire_sent": taken[..., 1, :]},
+        "s": {"wire_seconds": taken[..., 2, 0]}})
+
+
+def _one_call(call: operands.CollectiveCall, grid: mm3d.Grid, recorder: WireRecorder,
+              clock: Clock) -> np.ndarray:
+    """Return bytes received and sent by each node in one call, and its makespan, (3, nodes)."""
+    recorder.start()
+    times, _ = time_on_all_ranks(call, grid.comm, grid.backend.synchronize, clock)
+    count = recorder.stop()
+    if count is None:
+        return np.zeros((3, 0))
+    return np.array([count.received_bytes, count.sent_bytes,
+                     np.full(len(count.sent_bytes), times.max())])

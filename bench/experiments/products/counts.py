@@ -1,7 +1,7 @@
 """Count what each rank does in a distributed product, on this rank or in a dry run of all."""
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from bench.experiments.products.problem import Problem, product_grid
 from mm3d.grid.shape import GridShape
@@ -11,23 +11,13 @@ from mm3d.tracing.observe import observed
 from mm3d.tracing.trace import Trace
 from mm3d.transport.communicators import DryCommunicator
 
-COUNTS = ("words", "messages", "rounds", "stored", "operations")
 
-
-@dataclass(frozen=True)
-class CountedProduct:
+class CountedProduct(NamedTuple):
     """What one rank counts in one product.
 
-    Attributes
-    ----------
-    words, messages, rounds : int
-        Words and blocks as `mm3d.grid.axis.Traffic` counts them, and calls of collectives, which
-        follow one another.
-    stored, operations : int
-        Elements of this rank's blocks of A, B and C, and floating-point operations of its local
-        products.
-    memory : int
-        The most bytes of arrays at one time, with those of A, B and C.
+    Words and messages as `mm3d.grid.axis.Traffic` counts them, and rounds of collectives, which
+    follow one another; elements stored of A, B and C, and floating-point operations of its local
+    products; and the most bytes of arrays at one time, with those of A, B and C.
     """
 
     words: int
@@ -36,6 +26,9 @@ class CountedProduct:
     stored: int
     operations: int
     memory: int
+
+
+COUNTS = CountedProduct._fields[:-1]
 
 
 def count_product(problem: Problem, phase: str = "forward") -> CountedProduct:

@@ -12,25 +12,11 @@ ROUTINES = {"float32": ("sgemm_", ctypes.c_float), "float64": ("dgemm_", ctypes.
 
 
 class FortranGemm:
-    """Compute C = A B with the function that ScaLAPACK calls.
+    """Compute C = A B of "float32" or "float64" with the function that ScaLAPACK calls.
 
-    Parameters
-    ----------
-    library : ctypes.CDLL
-        ScaLAPACK, with symbols visible to all libraries.
-    dtype : str
-        "float32" or "float64".
-
-    Attributes
-    ----------
-    file : str
-        The name of the library that has the function.
-
-    Raises
-    ------
-    UsageError
-        When ScaLAPACK's calls bind to another library: the first loaded one with a function of
-        that name.
+    `library` is ScaLAPACK, with symbols visible to all libraries; `file` the name of the library
+    that has the function.  Raises UsageError when ScaLAPACK's calls bind to another library: the
+    first loaded one with a function of that name.
     """
 
     def __init__(self, library: ctypes.CDLL, dtype: str) -> None:

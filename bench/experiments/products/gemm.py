@@ -38,25 +38,8 @@ def measure_gemm(sizes: Sequence[int], dtypes: Sequence[str], threads: Sequence[
                  progress: Callable[[str], None]) -> Measurements:
     """Measure C = A B of square matrices on this rank alone; each product is verified first.
 
-    Parameters
-    ----------
-    threads : sequence of int
-        Numbers of BLAS threads; see `thread_counts`.
-    seed : int
-        The seed of the numbers in A and B, and of the order of the products.
-
-    Returns
-    -------
-    Measurements
-        A record of kind "gemm", by dtype, threads and size: seconds of a product and
-        operations a second.
-
-    Raises
-    ------
-    ValueError
-        When there is no such array library here.
-    WrongResult
-        When a product is wrong.
+    Returns a record of kind "gemm", by dtype, BLAS threads and size.  Raises ValueError when there
+    is no such array library here, WrongResult when a product is wrong.
     """
     library = backends.get(backend)
     points = [(dtype, count, n) for dtype in dtypes for count in threads for n in sizes]

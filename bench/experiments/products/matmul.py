@@ -9,7 +9,7 @@ import math
 import time
 from dataclasses import asdict
 from functools import partial
-from typing import Callable, ContextManager, Sequence
+from typing import Callable, ContextManager
 
 import numpy as np
 from threadpoolctl import threadpool_limits
@@ -36,68 +36,49 @@ SAMPLE = 0.1
 def measure_product(problem: Problem, backward: bool, calls: int | None, limits: Limits,
                     seed: int = 0,
                     watched: Callable[..., ContextManager] = unwatched) -> Measurements | None:
-    """Measure a distributed product beside one process that uses all cores.
+    """Measure a distributed product beside one process that uses all cores, on every rank.
 
     The results are verified before the first repetition, and those of the last one again.
 
     Parameters
     ----------
-    problem : Problem
-        The product; every rank of its grid calls this.
     calls : int or None
         Calls of a sample; None for as many as take one process `SAMPLE` seconds.
-    seed : int
-        The seed of the checks' random vectors, of the matrices of the one process and of the
-        order of measurements in a repetition.
     watched : callable
         Makes from the grid the context in which repetitions run; see `mm3d.tracing.watchdog`.
 
     Returns
     -------
     Measurements or None
-        A record of kind "matmul", by phase, repetition, kind and rank: seconds a call, words
-        counted and their lower bound, efficiency and its ceiling; on rank 0, None on the others.
+        A record of kind "matmul", by phase, repetition, kind and rank; on rank 0, None on the
+        others.
 
-    Raises
-    ------
-    WrongResult
-        On all ranks, when C, dA or dB is wrong.
+    Raises WrongResult on all ranks, when C, dA or dB is wrong.
     """
     grid = problem.grid
     phases = ("forward", "backward") if backward else ("forward",)
-    replays, words, checks = verify_product(problem, phases, seed)
+    replays, words, checks = {}, [], []
+    for phase in phases:
+        grid.reset_traffic()
+        replays[phase] = LocalProducts(getattr(problem, phase), grid, problem.dtype)
+        words.append(sum(traffic.words for traffic in grid.traffic().values()))
+        checks += check_results(problem, replays[phase].result, seed)
+        replays[phase].result = None
     with watched(grid):
-        times, calls, ended_by, last = time_product(problem, replays, calls, limits, seed)
+        times, calls, ended_by, last = _time_product(problem, replays, calls, limits, seed)
     again = [check for results in last.values()
              for check in check_results(problem, results, seed + 1, "after the last repetition, ")]
     everyone = grid.comm.gather(words)
     environs = measured_environment(grid.backend.name, grid.comm)
     if everyone is None:
         return None
-    settings = {**product_settings(problem), "seed": seed, "ended_by": ended_by,
+    settings = {**_product_settings(problem), "seed": seed, "ended_by": ended_by,
                 "calls": calls, **asdict(limits)}
     return make_record("matmul", settings, environs, {
         "s": {"times": times}, "1": {"words": np.array(everyone).T}}, checks + again)
 
 
-def verify_product(problem: Problem, phases: Sequence[str],
-                   seed: int) -> tuple[dict[str, LocalProducts], list[int], list[Check]]:
-    """Verify each phase once, and observe its local products.
-
-    Returns the local products by phase, this rank's words of each phase, and the checks.  Raises
-    WrongResult on all ranks, when C, dA or dB is wrong.
-    """
-    replays, words, checks = {}, [], []
-    for phase in phases:
-        problem.grid.reset_traffic()
-        replays[phase] = LocalProducts(getattr(problem, phase), problem.grid, problem.dtype)
-        words.append(sum(traffic.words for traffic in problem.grid.traffic().values()))
-        checks += check_results(problem, replays[phase].result, seed)
-        replays[phase].result = None
-    return replays, words, checks
-
-
-def product_settings(problem: Problem) -> dict[str, Setting]:
+def _product_settings(problem: Problem) -> dict[str, Setting]:
     """Return the settings of a record that say which product was measured, and on what."""
     M, K = problem.shapes["C"]
     return {"form": problem.form, "scheme": problem.scheme, "dtype": problem.dtype,
@@ -122,18 +103,12 @@ def check_results(problem: Problem, results: dict[str, Array], seed: int,
     return require_passed(found, when)
 
 
-def time_product(problem: Problem, replays: dict[str, LocalProducts], calls: int | None,
-                 limits: Limits, seed: int) -> tuple[np.ndarray, int, str, dict]:
+def _time_product(problem: Problem, replays: dict[str, LocalProducts], calls: int | None,
+                  limits: Limits, seed: int) -> tuple[np.ndarray, int, str, dict]:
     """Measure the product, its local products and the one process until limits are reached.
 
-    Returns
-    -------
-    times : ndarray
-        Seconds a call, (phases, repetitions, kinds, ranks, begin and end).
-    calls, ended_by : int, str
-        Calls of a sample, and the limit that was reached.
-    last : dict
-        This rank's results of the last repetition, by phase.
+    Returns seconds a call, (phases, repetitions, kinds, ranks, begin and end); calls of a sample;
+    the limit that was reached; and this rank's results of the last repetition, by phase.
     """
     comm, synchronize = problem.grid.comm, problem.grid.backend.synchronize
     whole = WholeProduct(problem, seed) if comm.rank == 0 else None
@@ -142,7 +117,7 @@ def time_product(problem: Problem, replays: dict[str, LocalProducts], calls: int
     def sample(phase: str, kind: str, calls: int) -> Sample:
         """Measure one of `KINDS`, in seconds a call."""
         if kind == "one process":
-            return time_alone(lambda: time_one_process(
+            return time_alone(lambda: _time_one_process(
                 getattr(whole, phase), calls, synchronize) / calls, comm)
         step = replays[phase] if kind == "local products" else getattr(problem, phase)
         found = time_side(repeat_calls(step, calls), comm, synchronize, clock)
@@ -163,8 +138,8 @@ def time_product(problem: Problem, replays: dict[str, LocalProducts], calls: int
     return times.swapaxes(1, 2), calls, ended_by, last
 
 
-def time_one_process(step: Callable[[], object], calls: int,
-                     synchronize: Callable[[], None]) -> float:
+def _time_one_process(step: Callable[[], object], calls: int,
+                      synchronize: Callable[[], None]) -> float:
     """Measure the seconds of some calls on this rank, with all cores."""
     with threadpool_limits(launcher.cores(), user_api="blas"):
         # The first call wakes the threads; where it is long that does not matter.

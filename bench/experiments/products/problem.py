@@ -19,17 +19,10 @@ from mm3d.tracing.observe import observed
 
 def product_grid(scheme: str, comm, sizes: Sequence[int] | GridShape | None = None,
                  backend: str | Backend | None = None) -> Grid:
-    """Make the grid on which a scheme computes products of plain matrices.
+    """Make the grid on which a scheme computes products, by default of the scheme's own sizes.
 
-    Parameters
-    ----------
-    sizes : sequence of int or GridShape, optional
-        Sizes of the grid's directions; the scheme's own choice unless given.
-
-    Raises
-    ------
-    ValueError
-        When the ranks do not fit the grid, or the scheme has no products of plain matrices.
+    Raises ValueError when the ranks do not fit the grid, or the scheme has no products of plain
+    matrices.
     """
     cls = algorithms_with_products().get(scheme)
     if cls is None:

@@ -9,45 +9,128 @@ all of them in random order; figures are medians of ratios within repetitions.
 
 import contextlib
 import ctypes
+import math
 import os
+import re
+from ctypes.util import find_library
 from functools import partial
+from pathlib import Path
 from typing import Callable, Iterator, Sequence
 
 import numpy as np
 
 from bench.agreement import make_on_each_rank
+from bench.checks import freivalds
 from bench.checks.passed import require_passed
-from bench.errors import as_usage_error
+from bench.errors import UsageError, as_usage_error
 from bench.experiments.products import fortran_blas
 from bench.experiments.products.matmul import check_results
-from bench.experiments.products.pgemm import Pgemm, load_scalapack
 from bench.experiments.products.problem import LocalProducts, Problem, product_grid
 from bench.instruments.clock import Clock
 from bench.instruments.sampling import Sample, compare_in_turns, repeat_calls, time_side
 from bench.instruments.timing import Limits
 from bench.records.model_run import transport_names
+from bench.records.measurements import Check
+
+INSTALL = ("ScaLAPACK is not here: apt-get install libscalapack-mpich2.2 libopenblas0-pthread, "
+           "or libscalapack-openmpi2.2 where mpi4py uses Open MPI")
+
+
+def load_scalapack(find: Callable[[str], str | None] = find_library) -> ctypes.CDLL:
+    """Load ScaLAPACK, which `find` finds, bound to the MPI library that mpi4py has loaded.
+
+    Raises UsageError when none that fits the MPI library in use is installed.
+    """
+    loaded = re.findall(r"/\S*/libmpi\S*\.so\S*",
+                        os.fsdecode(Path("/proc/self/maps").read_bytes()))
+    if not loaded:
+        raise UsageError(f"the MPI library in use was not found; {INSTALL}")
+    # A globally loaded library takes precedence over ScaLAPACK's own MPI library.
+    mpi = ctypes.CDLL(loaded[0], ctypes.RTLD_GLOBAL)
+    text = ctypes.create_string_buffer(8192)
+    mpi.MPI_Get_library_version(text, ctypes.byref(ctypes.c_int()))
+    kind = "openmpi" if b"Open MPI" in text.value else "mpich"
+    name = find(f"scalapack-{kind}")
+    if name is None:
+        raise UsageError(INSTALL)
+    return ctypes.CDLL(name, ctypes.RTLD_GLOBAL)
+
+
+class Pgemm:
+    """C = A B by ScaLAPACK, of random matrices in square blocks over an r x c grid.
+
+    A block has `block` rows; `shape` is M, N, K: C is M x K, the sum has N terms.
+    """
+
+    def __init__(self, lib: ctypes.CDLL, comm, shape: tuple[int, int, int], dtype: str,
+                 block: int, seed: int) -> None:
+        self.comm, self.block = comm, block
+        rows = max(n for n in range(1, math.isqrt(comm.size) + 1) if comm.size % n == 0)
+        self.grid = rows, comm.size // rows
+        self.context = ctypes.c_int()
+        lib.Cblacs_get(-1, 0, ctypes.byref(self.context))
+        lib.Cblacs_gridinit(ctypes.byref(self.context), b"R", *self.grid)
+        self._exit = lib.Cblacs_gridexit
+        self.place = divmod(comm.rank, self.grid[1])
+        M, N, K = shape
+        self.shapes = {"A": (M, N), "B": (N, K), "C": (M, K)}
+        # Fortran's order: the transposed arrays lie in C order.
+        self.blocks = {name: np.zeros(tuple(map(len, self._indices(name)))[::-1], dtype).T
+                       for name in "ABC"}
+        for name in "AB":
+            draw = np.random.default_rng([seed, ord(name), comm.rank])
+            self.blocks[name][...] = draw.standard_normal(self.blocks[name].shape)
+        name, number = fortran_blas.ROUTINES[dtype]
+        self._call = getattr(lib, f"p{name}")
+        self._call.restype = None
+        zero, one = ctypes.byref(number(0)), ctypes.byref(number(1))
+        first = ctypes.byref(ctypes.c_int(1))
+
+        def of(name: str) -> list:
+            a = self.blocks[name]
+            return [a.ctypes.data_as(ctypes.c_void_p), first, first, self._descriptor(lib, name)]
+
+        self._arguments = [b"N", b"N", *(ctypes.byref(ctypes.c_int(n)) for n in (M, K, N)), one,
+                           *of("A"), *of("B"), zero, *of("C")]
+
+    def __call__(self) -> None:
+        """Compute C."""
+        self._call(*self._arguments)
+
+    def free(self) -> None:
+        """Free the grid."""
+        self._exit(self.context)
+
+    def _indices(self, name: str) -> tuple[np.ndarray, ...]:
+        """Return this rank's rows, and its columns."""
+        return tuple(np.flatnonzero(np.arange(extent) // self.block % ranks == mine)
+                     for extent, ranks, mine in zip(self.shapes[name], self.grid, self.place))
+
+    def _descriptor(self, lib: ctypes.CDLL, name: str) -> ctypes.Array:
+        found, info = (ctypes.c_int * 9)(), ctypes.c_int()
+        height = max(1, self.blocks[name].shape[0])
+        numbers = [*self.shapes[name], self.block, self.block, 0, 0, self.context.value, height]
+        lib.descinit_(found, *(ctypes.byref(ctypes.c_int(n)) for n in numbers),
+                      ctypes.byref(info))
+        if info.value:
+            raise RuntimeError(f"descinit refuses argument {-info.value} of {name}: {numbers}")
+        return found
+
+    def check(self, seed: int) -> list[Check]:
+        """Check C as `bench.checks.freivalds.check_product`; every rank calls it."""
+        A, B, C = (freivalds.DistributedMatrix(
+            block, self._indices(name), self.shapes[name], self.comm)
+            for name, block in self.blocks.items())
+        return freivalds.check_product(f"C of ScaLAPACK in blocks of {self.block}", A, B, C, seed,
+                                       str(C.block.dtype))
 
 
 class ScalapackProducts:
     """The products of both sides at one size, on the same ranks.
 
-    Parameters
-    ----------
-    library : ctypes.CDLL
-        ScaLAPACK; see `load_libraries`.
-    gemm : fortran_blas.FortranGemm
-        The function that both sides multiply with.
-    grid : tuple of int or None
-        Sizes of the directions of the 3-D product; None for a cube.
-    blocks : sequence of int
-        Rows and columns of ScaLAPACK's blocks, each a subject of its own.
-    seed : int
-        The seed of the numbers in all matrices.
-
-    Raises
-    ------
-    UsageError
-        When the ranks do not fit the grid.
+    `library` and `gemm` are those of `load_libraries`; `grid` has the sizes of the directions of
+    the 3-D product, None for a cube; each of `blocks`, rows and columns of ScaLAPACK's blocks, is
+    a subject of its own.  Raises UsageError when the ranks do not fit the grid.
     """
 
     def __init__(self, library: ctypes.CDLL, gemm: fortran_blas.FortranGemm, comm,
@@ -58,7 +141,7 @@ class ScalapackProducts:
         self.ours: dict[str, Problem] = {}
         with as_usage_error():
             for transport in ("", "mpi"):    # the default, and ScaLAPACK's
-                with use_transport(transport):
+                with _use_transport(transport):
                     ours = product_grid("3d", comm, grid, "numpy")
                     problem = Problem("3d", "ab", ours, shape, self.dtype, seed)
                 self.ours.setdefault(transport_names(problem.grid), problem)
@@ -103,37 +186,22 @@ def load_libraries(comm, dtype: str, load: Callable[[], ctypes.CDLL] = load_scal
 
 
 @contextlib.contextmanager
-def use_transport(transport: str) -> Iterator[None]:
-    """Let new grids use a transport within the block; the default one if it is ""."""
-    before = os.environ.get("MM3D_TRANSPORT")
-    if transport:
-        os.environ["MM3D_TRANSPORT"] = transport
+def _use_transport(transport: str) -> Iterator[None]:
+    """Let new grids use a transport within the block."""
+    before = os.environ.get("MM3D_TRANSPORT", "")
+    os.environ["MM3D_TRANSPORT"] = transport or before
     try:
         yield
     finally:
-        if transport:
-            del os.environ["MM3D_TRANSPORT"]
-            os.environ |= {"MM3D_TRANSPORT": before} if before is not None else {}
+        os.environ["MM3D_TRANSPORT"] = before    # the default one if it is ""
 
 
 def compare_products(products: ScalapackProducts, calls: int,
                      limits: Limits) -> dict[str, np.ndarray]:
-    """Verify and measure all products in turns, until the limits are reached.
+    """Verify and measure all products in turns, until the limits are reached, on every rank.
 
-    Parameters
-    ----------
-    products : ScalapackProducts
-        The products of both sides; every rank of the job calls this.
-
-    Returns
-    -------
-    dict of str to ndarray
-        Makespans of a call by repetition, of each of `ScalapackProducts.subjects`.
-
-    Raises
-    ------
-    WrongResult
-        On all ranks, when a product is wrong.
+    Returns makespans of a call by repetition, of each of `ScalapackProducts.subjects`.  Raises
+    WrongResult on all ranks, when a product is wrong.
     """
     comm, clock = products.comm, Clock(products.comm)
     backend = next(iter(products.ours.values())).grid.backend

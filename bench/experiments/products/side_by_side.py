@@ -2,7 +2,7 @@
 
 import gc
 from contextlib import ExitStack
-from dataclasses import asdict, astuple, replace
+from dataclasses import asdict, replace
 from typing import Callable, ContextManager, Sequence
 
 import numpy as np
@@ -22,21 +22,6 @@ from mm3d.grid.shape import GridShape
 from mm3d.schemes.products_alone import algorithms_with_products
 
 
-def usable_products(ranks: int, names: Sequence[str] | None
-                    ) -> tuple[dict[str, GridShape], dict[str, str]]:
-    """Return the grid of each product on `ranks` ranks, and why the others have none."""
-    grids, missing, algorithms = {}, {}, algorithms_with_products()
-    for name in names or algorithms:
-        cls = algorithms[name]
-        try:
-            grid = cls.grid_shape(cls.default_grid(ranks))
-            cls.check_grid(grid)
-            grids[name] = grid
-        except ValueError as error:
-            missing[name] = str(error)
-    return grids, missing
-
-
 def measure_side_by_side(form: str, shape: tuple[int, int, int], dtype: str, comm,
                          backend: str | None, limits: Limits, seed: int = 0,
                          names: Sequence[str] | None = None,
@@ -51,8 +36,6 @@ def measure_side_by_side(form: str, shape: tuple[int, int, int], dtype: str, com
     ----------
     limits : Limits
         When to stop the rounds: after the seconds of one product times the number of products.
-    seed : int
-        The seed of the matrices, of the checks and of the order of the products.
     names : sequence of str, optional
         The algorithms; by default every one that fits the ranks.
     watched : callable
@@ -70,7 +53,17 @@ def measure_side_by_side(form: str, shape: tuple[int, int, int], dtype: str, com
     WrongResult
         On all ranks, when a product is wrong.
     """
-    grids, missing = usable_products(comm.size, names)
+    grids: dict[str, GridShape] = {}
+    missing: dict[str, str] = {}
+    algorithms = algorithms_with_products()
+    for name in names or algorithms:
+        cls = algorithms[name]
+        try:
+            grid = cls.grid_shape(cls.default_grid(comm.size))
+            cls.check_grid(grid)
+            grids[name] = grid
+        except ValueError as error:
+            missing[name] = str(error)
     if not grids or (names and missing):
         raise UsageError(f"--scheme {','.join(names or ['all'])}: " + "; ".join(missing.values()))
 
@@ -101,7 +94,7 @@ def measure_side_by_side(form: str, shape: tuple[int, int, int], dtype: str, com
                   for word in transport_names(problem.grid).split()}
     for problem in problems:
         problem.grid.free()
-    counted = comm.gather([astuple(one) for one in counted])
+    counted = comm.gather(counted)
     environs = measured_environment(library.name, comm)
     if counted is None:
         return None

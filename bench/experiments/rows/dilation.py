@@ -60,12 +60,8 @@ class Dilation:
 def dilation_groups(samples: np.ndarray, predicted: Both) -> dict[str, Group]:
     """Return the groups ``software`` and ``predicted`` of a run that is slowed.
 
-    Parameters
-    ----------
-    samples : ndarray
-        Seconds of steps without links and waits, (phases, repetitions).
-    predicted : tuple of dict
-        Seconds of steps that are not slowed, predicted before any was measured.
+    `samples` are seconds of steps without links and waits, (phases, repetitions), and `predicted`
+    those of steps that are not slowed, predicted before any was measured.
     """
     seconds = {name: [found[phase] for phase in PHASES]
                for name, found in zip(("seconds", "machine_seconds"), predicted) if found}
@@ -77,19 +73,10 @@ def slow_down(comm: Any, waits: WorkClock, dilation: Dilation,
               sample: Callable[[], list[float]], predicted: float) -> tuple[float, np.ndarray]:
     """Time steps without links and waits, and slow both by the `dilation_factor` for them.
 
-    Every rank calls this.
+    Every rank calls this.  `sample` times a step and returns the makespans of its phases, the same
+    on every rank; rank 0 reads `predicted`, the seconds of a step for links and waits alone.
 
-    Parameters
-    ----------
-    sample : callable
-        Times a step; returns the makespans of its phases, the same on every rank.
-    predicted : float
-        Seconds of a step for links and waits alone; read on rank 0.
-
-    Returns
-    -------
-    float, ndarray
-        The factor, and the seconds of the steps, (phases, repetitions).
+    Returns the factor, and the seconds of the steps, (phases, repetitions).
     """
     run_free(comm, waits, dilation)
     samples = np.array([sample() for _ in range(1 + STEPS)])[1:].T
@@ -119,14 +106,9 @@ def dilation_factor(software: float, predicted: float, share: float,
                     link: float | None) -> float:
     """Return the least factor, of two digits, at which software takes at most its share of a step.
 
-    Parameters
-    ----------
-    software, predicted : float
-        Seconds of a step: without links and waits, and for links and waits alone.
-    share : float
-        The share that software may take; 0 for any.
-    link : float or None
-        The rate of links that are not slowed, in bit/s; None for no limit.
+    `software` and `predicted` are seconds of a step: without links and waits, and for these alone;
+    a share of 0 is any; `link` is the rate of links that are not slowed, in bit/s, None for no
+    limit.
     """
     if software <= share * predicted or not share:
         return 1.0

@@ -38,23 +38,11 @@ def begin_or_resume(log: Journal, names: Sequence[str], wanted: dict[str, Any],
                     say: Callable[[str], object]) -> tuple[Reproduction, set[str]]:
     """Resume the reproduction that was stopped in a folder, or begin a new one.
 
-    Parameters
-    ----------
-    log : Journal
-        The journal of the folder of results, claimed.
-    wanted : dict
-        All settings that rows must have in common to belong to one reproduction.
-    order : int or None
-        The seed of the order of rows, if one is asked for.
-    fresh : bool
-        Whether to begin anew in any case.
-    say : callable
-        Shows a line to the user: the reason why a reproduction is not resumed.
+    `wanted` are all settings that rows must have in common to belong to one reproduction, `order`
+    the seed of the order of rows, if one is asked for; `fresh` begins anew in any case; `say`
+    shows a line to the user, the reason why a reproduction is not resumed.
 
-    Returns
-    -------
-    Reproduction, set of str
-        The reproduction, and the names of its finished rows.
+    Returns the reproduction, and the names of its finished rows.
     """
     token = os.environ[journal.ENTRY_ENV] = secrets.token_hex(8)
     old = None if fresh else journal.unfinished_reproduction(log.entries())
@@ -78,16 +66,8 @@ def begin_or_resume(log: Journal, names: Sequence[str], wanted: dict[str, Any],
 def next_round(entries: list[dict], wanted: dict[str, Any], rounds: int) -> int:
     """Return the number of the round in which a reproduction of several rounds goes on.
 
-    Parameters
-    ----------
-    wanted : dict
-        All settings that rows must have in common, but for `ROUND`.
-
-    Returns
-    -------
-    int
-        The latest round that was begun, or the one after it if it is complete; 1 if it had other
-        settings, or all rounds are complete.
+    This is the latest round that was begun, or the one after it if it is complete; 1 if it had
+    other settings than `wanted`, which lack `ROUND`, or all rounds are complete.
     """
     begun = [entry for entry in entries if entry["event"] == "begin"]
     settings = dict(begun[-1].get("settings", {})) if begun else {}

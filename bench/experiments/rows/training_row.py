@@ -20,14 +20,13 @@ from bench.errors import Failed
 from bench.experiments.rows.dilation import Dilation, note_dilation, run_free, set_links, slow_down
 from bench.experiments.rows.row import fail_on_value_error, free_at_end
 from bench.experiments.rows.settings import ModelledWork
-from bench.experiments.rows.waited import check_with_dry_run
+from bench.experiments.rows.waited import Counted, check_with_dry_run, take_counts
 from bench.experiments.training.timed_step import TimedTraining
 from bench.instruments.clock import Clock
 from bench.instruments.sampling import measured_environment, take_samples, time_side
 from bench.instruments.timing import Limits, unwatched
 from bench.instruments.waited_work import WorkClock, waited_work
-from bench.records import model_run
-from bench.records.model_run import add_numbers
+from bench.records.model_run import make_record
 from bench.records.measurements import Check, Measurements
 from mm3d import launcher
 from mm3d.config import OF_MESH, Config, Division
@@ -88,9 +87,9 @@ def measure_training(one: TrainingCase, settings: TrainingSettings,
         checks = verify_gpt(real, one.config)
         if settings.work:
             with waiting_training(real, settings.work) as (training, clock):
-                return time_training(one, settings, training, clock, (checks, predicted))
+                return time_steps(one, settings, training, clock, (checks, predicted))
     with built(one.measured, settings, comm) as model:
-        return time_computing(one, settings, TimedTraining(model), (checks, predicted))
+        return time_steps(one, settings, TimedTraining(model), None, (checks, predicted))
 
 
 @contextmanager
@@ -152,91 +151,71 @@ def waiting_training(real: mm3d.GPT,
         del mesh.data_grid.with_experts
 
 
-def time_training(one: TrainingCase, settings: TrainingSettings, training: TimedTraining,
-                  clock: WorkClock,
-                  before: tuple[list[Check], dict[str, float]]) -> Measurements | None:
-    """Slow a training that waits, compare a step with its dry run, and time steps.
+def time_steps(one: TrainingCase, settings: TrainingSettings, training: TimedTraining,
+               clock: WorkClock | None,
+               before: tuple[list[Check], dict[str, float]]) -> Measurements | None:
+    """Compare a step with its dry run, and time more of them.
 
-    `before` are the checks and the prediction; the rest is as in `measure_training`.
+    Where ranks wait, links and waits are slowed first.  Where they compute, and `clock` is None,
+    the compared step warms up; with experts its words depend on what the tokens choose, and only
+    calls are compared.  `before` are the checks and the prediction; the rest is as in
+    `measure_training`.
     """
-    (_, predicted), comm = before, training.model.comm
-    backend, shared = training.model.mesh.scheme.grid.backend, Clock(comm)
+    (checks, predicted), model, comm, work = before, training.model, training.comm, settings.work
+    backend, shared = model.mesh.scheme.grid.backend, Clock(comm)
+    config, block = (one.config, work.block) if work else (one.measured, sys.maxsize)
+    trace = trace_rank(config, comm, block)
+    modelled = trace.work(work.seconds) if work else 0.0
+    counted: list[Counted] = []
 
     def sample() -> float:
         return time_side(training.step, comm, backend.synchronize, shared).seconds
 
     def counted_sample() -> float:
         """Take a sample; compare the first of them with the dry run."""
-        if found:
+        if counted:
             return sample()
-        found.append(count_step(training, sample, clock))
-        check_with_dry_run(comm, {"a step": (found[0].moved, trace.total_traffic(),
-                                             found[0].work, clock.pace * modelled)})
-        return found[0].seconds
-    found: list[Counted] = []
-    trace = trace_rank(one.config, comm, settings.work.block)
-    factor, software = slow_down(comm, clock, settings.dilation, lambda: [sample()],
-                                 sum(predicted.values()))
-    modelled = trace.work(settings.work.seconds)
+        take_counts(model, clock)
+        seconds = sample()
+        counted.append(take_counts(model, clock))
+        moved, dry = counted[0].moved, trace.total_traffic()
+        if not work and config.model.experts:
+            moved, dry = ({key: traffic.calls for key, traffic in found.items()}
+                          for found in (moved, dry))
+        check_with_dry_run(comm, {"a step": (moved, dry, counted[0].work,
+                                             clock.pace * modelled if clock else 0.0)})
+        return seconds
+    if clock:
+        factor, software = slow_down(comm, clock, settings.dilation, lambda: [sample()],
+                                     sum(predicted.values()))
+    else:
+        counted_sample()
     samples, ended_by = take_samples(counted_sample, settings.limits, comm)
-    run_free(comm, clock, settings.dilation)    # the rest is not timed
-    first = found[0]
-    everyone = comm.gather((factor * modelled, first.slept, first.overlapped))
-    record = make_row_record(one, settings, training, first, (samples, ended_by), before)
-    if record is None or everyone is None:
+    if clock:
+        run_free(comm, clock, settings.dilation)    # the rest is not timed
+        modelled *= factor
+    first = counted[0]
+    everyone = comm.gather((sum(traffic.words for traffic in first.moved.values()), modelled,
+                            first.slept, first.overlapped))
+    environment = measured_environment("numpy" if work else backend.name, comm)
+    if everyone is None:
         return None
-    note_dilation(record, factor, settings.dilation)
-    record.configuration.update(settings.work.settings)
-    waits = zip(("modelled", "slept", "overlapped"), np.array(everyone).T)
-    return add_numbers(record, {"s": {"software": software[0], **dict(waits)}})
-
-
-def time_computing(one: TrainingCase, settings: TrainingSettings, training: TimedTraining,
-                   before: tuple[list[Check], dict[str, float]]) -> Measurements | None:
-    """Compare the words of a step that computes with its dry run, and time more of them.
-
-    With experts words depend on what the tokens choose, and only calls are compared.
-    `before` are the checks and the prediction; the rest is as in `measure_training`.
-    """
-    comm = training.model.comm
-    backend, shared = training.model.mesh.scheme.grid.backend, Clock(comm)
-
-    def sample() -> float:
-        return time_side(training.step, comm, backend.synchronize, shared).seconds
-    first = count_step(training, sample)    # which warms up
-    dry = trace_rank(one.measured, comm, sys.maxsize).total_traffic()
-    compared = [{key: found.calls if one.config.model.experts else found
-                 for key, found in moved.items()} for moved in (first.moved, dry)]
-    check_with_dry_run(comm, {"a step": (*compared, 0.0, 0.0)})
-    return make_row_record(one, settings, training, first,
-                           take_samples(sample, settings.limits, comm), before)
-
-
-def make_row_record(one: TrainingCase, settings: TrainingSettings, training: TimedTraining,
-                    first: "Counted", samples: tuple[list[float], str],
-                    before: tuple[list[Check], dict[str, float]]) -> Measurements | None:
-    """Make the record, without what only waits have, on rank 0; return None on the others.
-
-    `first` is the counted step of this rank, `samples` are the seconds and the limit that ended
-    them, and `before` are the checks and the prediction.
-    """
-    comm, (seconds, ended_by), (checks, predicted) = training.model.comm, samples, before
-    words = comm.gather(sum(traffic.words for traffic in first.moved.values()))
-    environment = measured_environment(
-        training.model.mesh.scheme.grid.backend.name if settings.work is None else "numpy", comm)
-    if words is None:
-        return None
+    words, *waits = np.array(everyone, float).T
+    taken = {"samples": samples, **({"predicted": [*predicted.values()]} if predicted else {})}
     configuration = one.settings | asdict(settings.limits) | {
         "order": settings.order, "ended_by": ended_by}
-    taken: dict[str, Any] = {"samples": seconds}
-    labels: dict[str, Any] = {}
-    if predicted:
-        taken["predicted"], labels = list(predicted.values()), {"part": list(predicted)}
-    if settings.work is None:
+    if work:
+        configuration |= work.settings
+        taken |= {"software": software[0],
+                  **dict(zip(("modelled", "slept", "overlapped"), waits))}
+    else:
         configuration |= {"predicted_by": settings.predicted_by,
                           "unpredicted": settings.unpredicted}
-    return model_run.make_record(KIND, configuration, environment, {
-        "s": taken, "1": {"words": np.array(words, float)}}, checks, **labels)
+    record = make_record(KIND, configuration, environment, {"s": taken, "1": {"words": words}},
+                         checks, **({"part": list(predicted)} if predicted else {}))
+    if clock:
+        note_dilation(record, factor, settings.dilation)
+    return record
 
 
 def trace_rank(config: Config, comm: Any, block: int) -> Trace:
@@ -247,37 +226,3 @@ def trace_rank(config: Config, comm: Any, block: int) -> Trace:
         training.step()
     return dry_run.trace(lambda comm, backend: mm3d.GPT(config.on(backend), comm), comm.size,
                          comm.rank, block, step)
-
-
-@dataclass(frozen=True)
-class Counted:
-    """A step that was timed and counted.
-
-    Attributes
-    ----------
-    seconds : float
-        Its makespan.
-    moved : dict
-        This rank's traffic, by direction and collective.
-    work, slept, overlapped : float
-        Seconds of work of this rank; of them slept, and passed while the host worked.
-    """
-
-    seconds: float
-    moved: dict[tuple[str, str], Any]
-    work: float = 0.0
-    slept: float = 0.0
-    overlapped: float = 0.0
-
-
-def count_step(training: TimedTraining, sample: Callable[[], float],
-               clock: WorkClock | None = None) -> Counted:
-    """Take a sample of a step, and count it, with its waits by `clock`."""
-    if clock:
-        clock.settle()
-        clock.reset()
-    training.model.reset_traffic()
-    seconds = sample()
-    moved = {key: one for key, one in training.model.traffic().items() if one.calls}
-    waits = (clock.counted, clock.slept, clock.overlapped) if clock else ()
-    return Counted(seconds, moved, *waits)

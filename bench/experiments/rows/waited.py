@@ -12,7 +12,7 @@ from bench.agreement import agree, make_on_rank_0
 from bench.cases.case import Case, row_stack
 from bench.errors import Failed
 from bench.experiments.rows.dilation import dilation_groups, slow_down
-from bench.experiments.rows.settings import ModelledWork, Settings
+from bench.experiments.rows.settings import Settings
 from bench.instruments.clock import Clock
 from bench.instruments.timing import time_phases
 from bench.instruments.waited_work import WorkClock, waited_work
@@ -20,7 +20,6 @@ from bench.records.model_run import make_group
 from bench.records.measurements import Group
 from mm3d.tracing import dry_run
 from mm3d.tracing.events import PHASES
-from mm3d.tracing.trace import Trace
 
 ROUNDING = 1e-9    # the relative rounding error of a sum of seconds
 
@@ -51,29 +50,23 @@ def waiting_model(one: Case, scheme, settings: Settings,
                   order: str) -> Iterator[TimedModel]:
     """Build the model of a case, whose ranks wait for their work within the block.
 
-    One step is counted first, after links and waits are slowed where `settings` say so.
+    One step is counted first, after links and waits are slowed where `settings` say so.  `order`
+    has the directions of the grid from the one that varies slowest over the nodes to the fastest.
 
-    Parameters
-    ----------
-    settings : Settings
-        How it is measured, with `Settings.waits`.
-    order : str
-        The directions of the grid from the one that varies slowest over the nodes to the fastest.
-
-    Raises
-    ------
-    Failed
-        On every rank, when the words that the step moves, or the seconds that it waits, are not
-        those of a dry run of the rank, or the rate of links cannot be changed.
+    Raises Failed on every rank, when the words that the step moves, or the seconds that it waits,
+    are not those of a dry run of the rank, or the rate of links cannot be changed.
     """
     work, comm, dilation = settings.waits(one), scheme.grid.comm, settings.dilation
     groups, factor = {}, None
-    trace = trace_row(one, scheme, settings, work)
-    with waited_work([scheme.grid], work.seconds, work.block) as backend:
+    grid, stack = scheme.grid, row_stack(one.variant, one.sizes, settings.recompute)
+    trace = dry_run.extrapolate_step(
+        scheme.name, grid.size, grid.shape.sizes, grid.rank, block=work.block,
+        options=one.variant.options(scheme.name), **stack.fields())
+    with waited_work([grid], work.seconds, work.block) as backend:
         model = mm3d.Transformer(
             scheme, row_stack(one.variant, one.sizes, settings.recompute, settings.seed))
         x, dy = model.random("input"), model.random("output gradient")
-        with settings.watched(scheme.grid, model):
+        with settings.watched(grid, model):
             if dilation:
                 predicted = make_on_rank_0(lambda: dilation.predict(
                     one, model.grid.shape, order, dilation.link), comm) or ({}, {})
@@ -84,43 +77,52 @@ def waiting_model(one: Case, scheme, settings: Settings,
                     groups = dilation_groups(samples, predicted)
             modelled = [backend.trace.pace * trace.work(work.seconds, phase)
                         for phase in PHASES]
-            counted, passed, moved = count_phases(model, x, dy, backend.trace)
+            model.zero_gradients()
+            take_counts(grid, backend.trace)
+            _, saved = model.forward(x)
+            forward = take_counts(grid, backend.trace)
+            model.backward(dy, saved)
+            found = forward, take_counts(grid, backend.trace)
         check_with_dry_run(comm, {
-            phase: (found, trace.traffic[phase], *seconds)
-            for phase, found, *seconds in zip(PHASES, moved, counted, modelled)})
-        yield TimedModel(model, x, dy, groups | waits_group(comm, modelled, counted, passed),
-                         factor)
+            phase: (one.moved, trace.traffic[phase], one.work, seconds)
+            for phase, one, seconds in zip(PHASES, found, modelled)})
+        everyone = comm.gather([(seconds, one.work, one.slept, one.overlapped)
+                                for seconds, one in zip(modelled, found)])
+        if everyone is not None:    # as (kinds of seconds, phases, ranks)
+            columns = np.array(everyone).transpose(2, 1, 0)
+            groups["waits"] = make_group("model.waits", {"s": dict(zip(
+                ("modelled", "counted", "slept", "overlapped"), columns))})
+        yield TimedModel(model, x, dy, groups, factor)
 
 
-def trace_row(one: Case, scheme, settings: Settings, work: ModelledWork) -> Trace:
-    """Run the step of this rank dry."""
-    grid, stack = scheme.grid, row_stack(one.variant, one.sizes, settings.recompute)
-    return dry_run.extrapolate_step(
-        scheme.name, grid.size, grid.shape.sizes, grid.rank, block=work.block,
-        options=one.variant.options(scheme.name), **stack.fields())
+@dataclass(frozen=True)
+class Counted:
+    """What this rank did in a step, or in a phase of it.
+
+    Attributes
+    ----------
+    moved : dict
+        Its traffic, by direction and collective.
+    work, slept, overlapped : float
+        Seconds of its work; of them slept, and passed while the host worked.
+    """
+
+    moved: dict[tuple[str, str], Any]
+    work: float = 0.0
+    slept: float = 0.0
+    overlapped: float = 0.0
 
 
-def count_phases(model: mm3d.Transformer, x: Any, dy: Any, clock: WorkClock) -> tuple[
-        list[float], list[tuple[float, float]], list[dict]]:
-    """Do a step; return by phase the seconds counted, (slept, overlapped), and the traffic."""
-    counted, passed, moved = [], [], []
-
-    def note() -> None:
+def take_counts(owner: Any, clock: WorkClock | None = None) -> Counted:
+    """Return what was counted of a grid, or a GPT, since this was last called; it begins anew."""
+    waits: tuple[float, ...] = ()
+    if clock:
         clock.settle()
-        counted.append(clock.counted)
-        passed.append((clock.slept, clock.overlapped))
-        moved.append(model.grid.traffic())
+        waits = clock.counted, clock.slept, clock.overlapped
         clock.reset()
-        model.grid.reset_traffic()
-
-    model.zero_gradients()
-    clock.reset()
-    model.grid.reset_traffic()
-    _, saved = model.forward(x)
-    note()
-    model.backward(dy, saved)
-    note()
-    return counted, passed, moved
+    moved = {key: one for key, one in owner.traffic().items() if one.calls}
+    owner.reset_traffic()
+    return Counted(moved, *waits)
 
 
 def check_with_dry_run(comm: Any, parts: dict[str, tuple[dict, dict, float, float]]) -> None:
@@ -136,14 +138,3 @@ def check_with_dry_run(comm: Any, parts: dict[str, tuple[dict, dict, float, floa
             problem = (f"{name} waits {waited:g} s for its work, which takes {modelled:g} s by "
                        f"the model")
     agree(problem, comm, Failed)
-
-
-def waits_group(comm, modelled: list[float], counted: list[float],
-                passed: list[tuple[float, float]]) -> dict[str, Group]:
-    """Return the group ``waits`` of a run by its name, on rank 0; none on the other ranks."""
-    everyone = comm.gather((modelled, counted, *zip(*passed)))
-    if everyone is None:
-        return {}
-    columns = np.array(everyone).transpose(1, 2, 0)    # kinds of seconds, phases, ranks
-    names = ("modelled", "counted", "slept", "overlapped")
-    return {"waits": make_group("model.waits", {"s": dict(zip(names, columns))})}

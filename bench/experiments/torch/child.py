@@ -27,11 +27,13 @@ OF_RANKS = ("MPI", "OPENBLAS_")
 class TorchProcesses:
     """Processes of PyTorch beside the first ranks, asleep between two questions.
 
+    `about` is the version, threads, products and settings of the library, on ranks with a process;
+    `cores` says how many all processes can use.
+
     Parameters
     ----------
     subject : str
-        The computation: "TorchLayer", "TorchExpertsLayer", "TorchSteps", "ParallelTraining",
-        "Stages" or "ColossalLayer".
+        The file of this folder and its class that compute, such as "models:TorchLayer".
     case : dict
         Settings for all processes, with the "dtype"; needed on rank 0.
     arrays : mapping of str to ndarray, or None
@@ -43,17 +45,7 @@ class TorchProcesses:
     ranks : int
         Number of processes, one beside each of the first ranks, which share the cores.
 
-    Attributes
-    ----------
-    about : str
-        Version, threads, products and settings of the library; on ranks with a process.
-    cores : int
-        How many cores all processes can use.
-
-    Raises
-    ------
-    UsageError
-        On all ranks, when the interpreter cannot do it.
+    Raises UsageError on all ranks, when the interpreter cannot do it.
     """
 
     def __init__(self, python: str, subject: str, case: Mapping[str, Any],
@@ -70,7 +62,7 @@ class TorchProcesses:
         if arrays is not None:
             np.savez(self._folder / f"arrays-{comm.rank}.npz", **arrays)
         comm.Barrier()
-        library = "colossal" if subject == "ColossalLayer" else "torch"
+        library = "colossal" if subject.startswith("colossal:") else "torch"
         self._asked = f"--{library} {python}"
         problem = self._start(python, threads, library) if comm.rank < ranks else None
         wait_patiently(comm)
@@ -86,7 +78,7 @@ class TorchProcesses:
         command = [python, serve.__file__, self._folder, self.comm.rank, self.ranks, threads]
         try:
             self._process = subprocess.Popen(
-                [str(word) for word in command], env=torch_environment(), encoding=CHILDREN_PRINT,
+                [str(word) for word in command], env=_torch_environment(), encoding=CHILDREN_PRINT,
                 errors="replace", stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         except OSError as error:
             return f"{self._asked}: {error.strerror}"
@@ -98,7 +90,7 @@ class TorchProcesses:
         if "problem" in about:
             return (f"{self._asked} could not {self.what}: {about['problem']}; an interpreter "
                     f"with {needed[library]} would do")
-        self.about = describe(about, self.ranks)
+        self.about = _describe(about, self.ranks)
         return None
 
     def answer(self, *words: str) -> dict[str, Any]:
@@ -168,7 +160,7 @@ class TorchProcesses:
 def check_interpreter(python: str) -> None:
     """Raise UsageError, with the interpreter's own error, if it lacks torch or numpy."""
     try:
-        done = subprocess.run([python, "-c", "import numpy, torch"], env=torch_environment(),
+        done = subprocess.run([python, "-c", "import numpy, torch"], env=_torch_environment(),
                               encoding=CHILDREN_PRINT, errors="replace", capture_output=True)
     except OSError as error:
         raise UsageError(f"--torch {python}: {error.strerror}") from error
@@ -178,7 +170,7 @@ def check_interpreter(python: str) -> None:
                          f"would do")
 
 
-def torch_environment() -> dict[str, str]:
+def _torch_environment() -> dict[str, str]:
     """Return the environment of a process that is no rank: the user's settings stay."""
     hidden = (*launcher.LAUNCHER_PREFIXES, *OF_RANKS)
     return {"GLOO_SOCKET_IFNAME": "lo"} | {
@@ -186,7 +178,7 @@ def torch_environment() -> dict[str, str]:
         if not name.startswith(hidden) and name not in launcher.BLAS_THREAD_VARIABLES}
 
 
-def describe(about: Mapping[str, Any], ranks: int) -> str:
+def _describe(about: Mapping[str, Any], ranks: int) -> str:
     """Describe PyTorch: version, threads, products and settings."""
     words = [f"ColossalAI {about['colossal']}"] if "colossal" in about else []
     words += [f"PyTorch {about['version']}", *["gloo"] * (ranks > 1),

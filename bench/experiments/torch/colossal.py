@@ -26,19 +26,11 @@ WORDS: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n}
 
 
-class CollectiveCounter:
+class _CollectiveCounter:
     """Count the collectives that a library calls through `torch.distributed`, and their words.
 
-    Parameters
-    ----------
-    dist : module
-        `torch.distributed`, whose collectives are counted from now on: before a library that
-        keeps them is imported.
-
-    Attributes
-    ----------
-    calls, words : int, float
-        Calls, and words that this rank receives (gathers) or sends (sums), since `reset`.
+    They are counted from now on: before a library that keeps them is imported.  Since `reset`,
+    there were so many `calls`, and `words` that this rank receives (gathers) or sends (sums).
     """
 
     def __init__(self, dist: Any) -> None:
@@ -73,7 +65,7 @@ class CollectiveCounter:
         return call
 
 
-class Missing:
+class _Missing:
     """Find empty modules in the place of `UNUSED` ones that are missing, and of their parts."""
 
     def __init__(self) -> None:
@@ -100,7 +92,7 @@ class Missing:
 
 
 @contextlib.contextmanager
-def on_host(torch: Any) -> Iterator[None]:
+def _on_host(torch: Any) -> Iterator[None]:
     """Let ColossalAI keep the states of its random numbers on the host, as there is no GPU."""
     own = torch.cuda.is_available, torch.distributed.init_process_group
     torch.cuda.get_rng_state = lambda device=None: torch.get_rng_state()
@@ -120,18 +112,14 @@ class ColossalLayer:
     outside a pair of linear layers are divided by sequences (i, j) and features k, and inside by
     sequences (i, k) and features j; weights by rows (k, i) and columns j, and (j, i) and k.
 
-    Parameters
-    ----------
-    case : dict
-        "heads", "dtype", and "rank" and "ranks".
-    arrays : dict of str to ndarray
-        "input", "output gradient", and the parameters of the layer, all global.
+    `case` has "heads", "dtype", and "rank" and "ranks"; `arrays` "input", "output gradient", and
+    the parameters of the layer, all global.
     """
 
     def __init__(self, torch: Any, case: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
         self.torch, self.heads, self.ranks = torch, case["heads"], case["ranks"]
         self.depth = round(self.ranks ** (1 / 3))
-        self.counts = CollectiveCounter(torch.distributed)
+        self.counts = _CollectiveCounter(torch.distributed)
         self.place = self._launch(case)
         self.hidden = arrays["input"].shape[-1]
         self.p = {name.removeprefix("layers.0."): a for name, a in arrays.items()}
@@ -145,9 +133,9 @@ class ColossalLayer:
     def _launch(self, case: dict[str, Any]) -> dict[str, int]:
         """Start ColossalAI on the ranks; return this rank's place in its directions."""
         torch = self.torch
-        sys.meta_path.append(Missing())
+        sys.meta_path.append(_Missing())
         warnings.filterwarnings("ignore", category=FutureWarning)    # of names in PyTorch
-        with on_host(torch):
+        with _on_host(torch):
             from colossalai import __version__
             from colossalai.legacy.context import ParallelMode
             from colossalai.legacy.core import global_context

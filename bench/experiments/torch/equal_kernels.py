@@ -4,7 +4,6 @@ The ratio of steps that remains when both multiply equally fast is not due to ke
 """
 
 import json
-from dataclasses import dataclass
 from functools import partial
 from typing import Sequence
 
@@ -15,54 +14,30 @@ from bench.experiments.torch.child import TorchProcesses
 from bench.experiments.torch.serve import TimedProduct, product_seconds
 from bench.instruments.sampling import compare_in_turns, time_alone
 from bench.instruments.timing import Limits
-from bench.records.model_run import add_numbers
-from bench.records.measurements import Measurements
+from bench.records.model_run import Numbers
 from mm3d.arrays.backend import Backend
 
 LIMITS = Limits(5, 15, 10.0)
 SIDES = ("mm3d", "PyTorch")
 
 
-@dataclass(frozen=True)
-class EqualKernels:
-    """The seconds of both sides for the same products.
-
-    Attributes
-    ----------
-    samples : ndarray
-        Seconds, (`SIDES`, rounds), on rank 0.
-    flops : int
-        Operations of a sample.
-    cores : int
-        How many cores PyTorch's processes can use.
-    """
-
-    samples: np.ndarray
-    flops: int
-    cores: int
-
-
-def add_kernels(record: Measurements, kernels: EqualKernels | None,
-                torch_flops: float) -> Measurements:
-    """Add measured kernels to a record, if any, with the `torch_flops` of PyTorch's step."""
-    return add_numbers(record, {"s": {"product_samples": kernels.samples}, "1": {
-        "product_flops": kernels.flops, "torch_flops": float(torch_flops),
-        "torch_cores": kernels.cores}}) if kernels else record
-
-
 def compare_kernels(products: Sequence[TimedProduct], dtype: str, backend: Backend,
-                    reference: TorchProcesses, seed: int) -> EqualKernels | None:
+                    reference: TorchProcesses, seed: int, torch_flops: float) -> Numbers:
     """Measure products by one thread of rank 0 and one of PyTorch's, in turns.
 
     Parameters
     ----------
     products : sequence of TimedProduct
         The products of rank 0 in a step; every rank calls this.
+    torch_flops : float
+        The operations of PyTorch's step.
 
     Returns
     -------
-    EqualKernels or None
-        None where the products are a device's, or there are none.
+    Numbers
+        For the record on rank 0: the seconds of (`SIDES`, rounds), their operations and those of
+        PyTorch's step, and the cores that its processes can use; {} where the products are a
+        device's, or there are none.
 
     Raises
     ------
@@ -71,7 +46,7 @@ def compare_kernels(products: Sequence[TimedProduct], dtype: str, backend: Backe
     """
     comm = reference.comm
     if not comm.bcast(bool(products) and backend.host_buffers):
-        return None
+        return {}
 
     def mine() -> float:
         with threadpool_limits(1, user_api="blas"):
@@ -86,10 +61,10 @@ def compare_kernels(products: Sequence[TimedProduct], dtype: str, backend: Backe
     found, _ = compare_in_turns({side: partial(time_alone, measure, comm)
                                  for side, measure in zip(SIDES, (mine, theirs))},
                                 LIMITS, seed, comm)
-    return EqualKernels(np.array([[one.seconds for one in found[side]] for side in SIDES]),
-                        sum(2 * rows * n * columns * count
-                            for rows, n, columns, *_, count in products),
-                        reference.cores)
+    return {"s": {"product_samples": [[one.seconds for one in found[side]] for side in SIDES]},
+            "1": {"product_flops": sum(2 * rows * n * columns * count
+                                       for rows, n, columns, *_, count in products),
+                  "torch_flops": float(torch_flops), "torch_cores": reference.cores}}
 
 
 def gpt_step_flops(tokens: int, layers: int, hidden: int, seq: int, vocab: int = 0,

@@ -237,15 +237,11 @@ class TorchGPT:
     def __init__(self, torch: Any, state: dict[str, Any], heads: int,
                  routing: dict[str, Any] | None = None) -> None:
         self.torch, self.heads = torch, heads
-        self.use({name: torch.from_numpy(a.copy()).requires_grad_(
-            not name.endswith("router.bias")) for name, a in state.items()})
+        self.p = {name: torch.from_numpy(a.copy()).requires_grad_(
+            not name.endswith("router.bias")) for name, a in state.items()}
+        self.layers = [named_below(f"layers.{n}.", self.p)
+                       for n in range(sum(name.endswith("ln1.weight") for name in state))]
         self.experts = TorchExperts(torch, routing) if routing else None
-
-    def use(self, p: dict[str, Any]) -> None:
-        """Compute with these parameters, tensors by name."""
-        self.p = p
-        self.layers = [named_below(f"layers.{n}.", p)
-                       for n in range(sum(name.endswith("ln1.weight") for name in p))]
 
     def loss(self, tokens: Any, targets: Any) -> Any:
         """Compute the mean cross entropy, from logits of 32 bits at least."""
@@ -261,12 +257,12 @@ class TorchGPT:
         return F.cross_entropy(logits.to(wide), targets.reshape(-1))
 
 
-def has_decay(name: str, a: Any) -> bool:
+def _has_decay(name: str, a: Any) -> bool:
     """Return whether a parameter decays: weights of two dimensions or more, no biases."""
     return a.dim() > 1 and name.endswith("weight")
 
 
-def compute_gradients(model: TorchGPT, batch: Any, microbatches: int) -> float:
+def _compute_gradients(model: TorchGPT, batch: Any, microbatches: int) -> float:
     """Compute loss and gradients of a batch, whose micro-batches are routed apart."""
     total = 0.0
     for part in batch.chunk(microbatches):
@@ -282,7 +278,7 @@ def make_torch_optimizer(torch: Any, model: TorchGPT, case: dict[str, Any]) -> A
     """Create AdamW, where matrices decay and vectors do not, or SGD, whose decay `change` does."""
     if case["optimizer"] == "sgd":
         return torch.optim.SGD(model.p.values(), lr=case["lr"], momentum=case["momentum"])
-    groups = [{"params": [a for name, a in model.p.items() if has_decay(name, a) == decaying],
+    groups = [{"params": [a for name, a in model.p.items() if _has_decay(name, a) == decaying],
                "weight_decay": case["weight_decay"] if decaying else 0.0}
               for decaying in (True, False)]
     return torch.optim.AdamW(groups, lr=case["lr"], betas=(0.9, 0.95), eps=1e-8, fused=True)
@@ -297,7 +293,7 @@ def change(torch: Any, model: TorchGPT, optimizer: Any, case: dict[str, Any], ra
     if case["optimizer"] == "sgd":
         with torch.no_grad():
             for name, a in model.p.items():
-                if has_decay(name, a):
+                if _has_decay(name, a):
                     a.mul_(1 - rate * case["weight_decay"])
     for group in optimizer.param_groups:
         group["lr"] = rate
@@ -319,7 +315,7 @@ class TorchSteps:
         torch, model, case = self.torch, self.model, self.case
         begin = time.perf_counter()
         self.optimizer.zero_grad(set_to_none=True)
-        loss = compute_gradients(model, self.steps[int(number)], case["microbatches"])
+        loss = _compute_gradients(model, self.steps[int(number)], case["microbatches"])
         if case["clip"]:
             torch.nn.utils.clip_grad_norm_(model.p.values(), case["clip"])
         change(torch, model, self.optimizer, case, case["rates"][int(number)])

@@ -14,7 +14,7 @@ PARALLELS = {"ddp": "DistributedDataParallel", "fsdp2": "fully_shard (FSDP2)",
 LINEAR = {"qkv": "attention.qkv", "proj": "attention.proj", "up": "mlp.up", "down": "mlp.down"}
 
 
-def model_class(torch: Any) -> type:
+def _model_class(torch: Any) -> type:
     """Define the module of the model, which needs the library's own classes."""
     from torch import nn
     F = nn.functional
@@ -58,8 +58,8 @@ def model_class(torch: Any) -> type:
     return Model
 
 
-def load_parameters(torch: Any, model: Any, state: dict[str, np.ndarray], heads: int,
-                    parts: int) -> None:
+def _load_parameters(torch: Any, model: Any, state: dict[str, np.ndarray], heads: int,
+                     parts: int) -> None:
     """Load parameters named as `mm3d.GPT.state`; columns of qkv in the order of `parts` ranks."""
     def by_rank(a: np.ndarray) -> np.ndarray:
         dealt = a.reshape(*a.shape[:-1], 3, parts, heads // parts, -1)
@@ -81,12 +81,8 @@ def load_parameters(torch: Any, model: Any, state: dict[str, np.ndarray], heads:
 class ParallelTraining:
     """One rank of a training.
 
-    Parameters
-    ----------
-    case : dict
-        Sizes, the optimizer, "kind", one of `PARALLELS`, and "rank" and "ranks".
-    arrays : dict of str to ndarray
-        Parameters, "tokens" and "targets" of the whole batch.
+    `case` has sizes, the optimizer, "kind", one of `PARALLELS`, and "rank" and "ranks"; `arrays`
+    parameters, "tokens" and "targets" of the whole batch.
     """
 
     def __init__(self, torch: Any, case: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
@@ -109,8 +105,8 @@ class ParallelTraining:
 
     def _make_one(self, case: dict[str, Any], state: dict[str, np.ndarray], parts: int = 1,
                   **options: Any) -> Any:
-        model = model_class(self.torch)(case, **options)
-        load_parameters(self.torch, model, state, case["heads"], parts)
+        model = _model_class(self.torch)(case, **options)
+        _load_parameters(self.torch, model, state, case["heads"], parts)
         return model
 
     def _make_ddp(self, case: dict[str, Any], state: dict[str, np.ndarray]) -> Any:

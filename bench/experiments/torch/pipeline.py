@@ -17,19 +17,10 @@ STEP = 1024    # between the numbers of successive micro-batches; more than ther
 
 
 class Waits:
-    """Wait instead of computing the layers of a rank, and check arriving blocks.
+    """Wait for the `seconds` of F, B and W of a rank's layers, and check arriving blocks.
 
-    Parameters
-    ----------
-    seconds : dict of str to float
-        Times of F, B and W.
-    filled : callable
-        Makes a block like another one, filled with a number.
-
-    Attributes
-    ----------
-    wrong, arrived : int
-        How many of the blocks that arrived were wrong, and how many arrived.
+    `filled` makes a block like another one, filled with a number; `wrong` of the blocks that
+    `arrived` were wrong.
     """
 
     def __init__(self, seconds: dict[str, float], filled: Callable[[Any, float], Any]) -> None:
@@ -62,7 +53,7 @@ class Waits:
         return {step: sum(each) / max(1, len(each)) for step, each in self.slept.items()}
 
 
-def layers_class(torch: Any) -> type:
+def _layers_class(torch: Any) -> type:
     """Define the module of the layers of a stage."""
     from models import named_below, transformer_layer    # by the process that has PyTorch
 
@@ -88,7 +79,7 @@ def layers_class(torch: Any) -> type:
     return Layers
 
 
-def waiting_class(torch: Any) -> type:
+def _waiting_class(torch: Any) -> type:
     """Define the module of a stage that waits."""
     class Wait(torch.autograd.Function):
         """Wait for F; in backward, for B."""
@@ -118,7 +109,7 @@ def waiting_class(torch: Any) -> type:
     return WaitingStage
 
 
-def loss_class(torch: Any) -> type:
+def _loss_class(torch: Any) -> type:
     """Define the function of a loss whose gradient by the output is given."""
     class Loss(torch.autograd.Function):
         """A loss whose gradient by the output is given."""
@@ -138,12 +129,8 @@ def loss_class(torch: Any) -> type:
 class Stages:
     """The stages of one rank of a pipeline.
 
-    Parameters
-    ----------
-    case : dict
-        The schedule, its stages and their layers, sizes, waits, and "rank".
-    arrays : dict of str to ndarray
-        Parameters of its layers; "inputs" in the first stage, "output gradients" in the last.
+    `case` has the schedule, its stages and their layers, sizes, waits, and "rank"; `arrays` the
+    parameters of its layers, "inputs" in the first stage, "output gradients" in the last.
     """
 
     def __init__(self, torch: Any, case: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
@@ -152,35 +139,26 @@ class Stages:
         self.waits = case["seconds"] and Waits(
             case["seconds"], lambda a, number: a.new_full(a.shape, number))
         own = case["stages"][case["rank"]]
-        if self.waits:
-            create = waiting_class(torch)
-            self.modules = {stage: create(self.waits, stage) for stage in own}
-        else:
-            create = layers_class(torch)
-            self.modules = {stage: create(arrays, case["layers"][stage], case["heads"])
-                            for stage in own}
+        create = _waiting_class(torch) if self.waits else _layers_class(torch)
+        self.modules = {stage: create(self.waits, stage) if self.waits else
+                        create(arrays, case["layers"][stage], case["heads"]) for stage in own}
+        later_weights = {"dw_builder": lambda: lambda *_, **__: self.waits.wait(
+            "W", time.perf_counter())} if self.waits else {}    # wait for W, too
         like = torch.empty(case["shape"], dtype=getattr(torch, case["dtype"]))
         stages = [pipelining.PipelineStage(
             self.modules[stage], stage, sum(map(len, case["stages"])), torch.device("cpu"),
             input_args=(like.clone().requires_grad_(stage > 0),),
-            output_args=(like.clone().requires_grad_(),), **self._later_weights())
+            output_args=(like.clone().requires_grad_(),), **later_weights)
             for stage in own]
         for stage in stages:
             self._record(stage)
         kind = case["schedule"].partition(":")[0]
         self.schedule = getattr(pipelining, TORCH_SCHEDULES[kind])(
             stages[0] if kind in ONE_STAGE else stages, case["microbatches"],
-            loss_fn=loss_class(torch).apply, scale_grads=False)
-        self.inputs = tuple(torch.from_numpy(arrays[name]) for name in ("inputs",)
-                            if name in arrays)
-        self.target = {"target": torch.from_numpy(arrays["output gradients"])
-                       } if "output gradients" in arrays else {}
-
-    def _later_weights(self) -> dict[str, Any]:
-        """Return the option that makes a waiting stage wait for W, too."""
-        if not self.waits:
-            return {}
-        return {"dw_builder": lambda: lambda *_, **__: self.waits.wait("W", time.perf_counter())}
+            loss_fn=_loss_class(torch).apply, scale_grads=False)
+        given = {name: torch.from_numpy(a) for name, a in arrays.items()}
+        self.inputs = [given["inputs"]] if "inputs" in given else []
+        self.target = {"target": given["output gradients"]} if "output gradients" in given else {}
 
     def _record(self, stage: Any) -> None:
         """Record when the actions of a stage begin and end."""

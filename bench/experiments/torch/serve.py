@@ -17,7 +17,8 @@ import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Callable, IO, Sequence
+from pkgutil import resolve_name
+from typing import Any, Callable, Sequence
 
 try:
     import numpy as np
@@ -38,12 +39,7 @@ def product_seconds(products: Sequence[TimedProduct], make: Callable[[int, int],
                     multiply: Callable[[Any, Any, Any], object]) -> float:
     """Return the seconds of all products, each timed alone.
 
-    Parameters
-    ----------
-    make : callable
-        Makes a matrix of ones.
-    multiply : callable
-        Writes the product of two matrices into the third.
+    `make` makes a matrix of ones, `multiply` writes the product of two matrices into the third.
     """
     total = 0.0
     for rows, n, columns, *transposed, count in products:
@@ -57,21 +53,6 @@ def product_seconds(products: Sequence[TimedProduct], make: Callable[[int, int],
             multiply(a, b, out)
         total += count * (time.perf_counter() - begin) / calls
     return total
-
-
-def subject_class(name: str) -> type:
-    """Return the class of a subject, which takes the library, the case, and the arrays."""
-    if name in ("TorchLayer", "TorchExpertsLayer", "TorchSteps"):
-        import models
-        return getattr(models, name)
-    if name == "Stages":
-        import pipeline
-        return pipeline.Stages
-    if name == "ColossalLayer":
-        import colossal
-        return colossal.ColossalLayer
-    import parallel
-    return parallel.ParallelTraining
 
 
 def mkl_instructions(torch: Any) -> str:
@@ -104,55 +85,24 @@ def about(torch: Any) -> dict[str, Any]:
             "blas": blas[1] if blas else "", "instructions": mkl_instructions(torch)}
 
 
-class Server:
-    """Answer lines: by the subject's methods, and with the seconds of products.
-
-    Parameters
-    ----------
-    torch, subject : module, object
-        PyTorch, and the object whose methods are called.
-    folder, rank : Path, int
-        Where arrays of answers are written.
-    """
-
-    def __init__(self, torch: Any, subject: Any, folder: Path, rank: int) -> None:
-        self.torch, self.subject, self.folder, self.rank = torch, subject, folder, rank
-
-    def answer(self, line: str) -> dict[str, Any]:
-        """Return the answer to a line; arrays are written, and named instead."""
-        name, *words = line.split()
-        found = (self.products(*words) if name == "products" else
-                 getattr(self.subject, name)(*words))
-        arrays = {key: a for key, a in found.items() if isinstance(a, np.ndarray)}
-        if arrays:
-            np.savez(self.folder / f"answer-{self.rank}.npz", **arrays)
-        return {key: a for key, a in found.items() if key not in arrays} | (
-            {"arrays": True} if arrays else {})
-
-    def products(self, dtype: str, products: str) -> dict[str, float]:
-        """Return the seconds of products by one thread."""
-        torch, threads = self.torch, self.torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
-            with torch.no_grad():
-                return {"seconds": product_seconds(
-                    json.loads(products), lambda *shape: torch.ones(
-                        *shape, dtype=getattr(torch, dtype)),
-                    lambda a, b, out: torch.mm(a, b, out=out))}
-        finally:
-            torch.set_num_threads(threads)
-
-
-def own_output() -> IO[str]:
-    """Return standard output for answers alone; what libraries print goes to standard error."""
-    answers = os.fdopen(os.dup(1), "w", encoding="ascii")
-    os.dup2(2, 1)
-    return answers
+def product_answer(torch: Any, dtype: str, products: str) -> dict[str, float]:
+    """Return the seconds of products by one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.no_grad():
+            return {"seconds": product_seconds(
+                json.loads(products), lambda *shape: torch.ones(
+                    *shape, dtype=getattr(torch, dtype)),
+                lambda a, b, out: torch.mm(a, b, out=out))}
+    finally:
+        torch.set_num_threads(threads)
 
 
 def main(folder: str, rank: str, ranks: str, threads: str) -> None:
     """Answer each line of standard input, until it ends."""
-    answers = own_output()
+    answers = os.fdopen(os.dup(1), "w", encoding="ascii")
+    os.dup2(2, 1)    # what libraries print is no answer
     settings = {name: value for name, value in sorted(os.environ.items())
                 if SETTINGS.fullmatch(name)}
     try:
@@ -174,16 +124,21 @@ def main(folder: str, rank: str, ranks: str, threads: str) -> None:
             "gloo", init_method=f"file://{folder}/store", rank=int(rank), world_size=int(ranks),
             timeout=timedelta(seconds=TIMEOUT))
         together.callback(torch.distributed.destroy_process_group)
-    subject = subject_class(case["subject"])(torch, case, arrays)
-    server = Server(torch, subject, Path(folder), int(rank))
+    subject = resolve_name(case["subject"])(torch, case, arrays)
 
     def say(found: dict[str, Any]) -> None:
+        of_numpy = {key: a for key, a in found.items() if isinstance(a, np.ndarray)}
+        if of_numpy:
+            np.savez(Path(folder, f"answer-{rank}.npz"), **of_numpy)
+            found = {key: a for key, a in found.items() if key not in of_numpy} | {"arrays": True}
         print(json.dumps(found), file=answers, flush=True)
 
     with together:
         say({**about(torch), **getattr(subject, "about", {}), "settings": settings})
         for line in sys.stdin:
-            say(server.answer(line))
+            name, *words = line.split()
+            say(product_answer(torch, *words) if name == "products" else
+                getattr(subject, name)(*words))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import numpy as np
 from bench.checks.passed import require_passed
 from bench.errors import UsageError
 from bench.experiments.torch.child import TorchProcesses
-from bench.experiments.torch.equal_kernels import add_kernels, compare_kernels, gpt_step_flops
+from bench.experiments.torch.equal_kernels import compare_kernels, gpt_step_flops
 from bench.experiments.torch.parallel import PARALLELS
 from bench.experiments.training import verification
 from bench.experiments.training.record import mesh_settings
@@ -19,7 +19,7 @@ from bench.experiments.training.timed_step import ADAMW_OPTIONS, STEP_PARTS, Tim
 from bench.instruments.clock import Clock
 from bench.instruments.sampling import compare_in_turns, measured_environment, time_side
 from bench.instruments.timing import Limits
-from bench.records.model_run import make_record
+from bench.records.model_run import add_numbers, make_record
 from bench.records.measurements import Check, Measurements
 from mm3d.config import Model
 from mm3d.launcher import wait_patiently
@@ -67,40 +67,39 @@ def measure_beside(subject: TimedTraining, python: str | None, kinds: Sequence[s
     Measurements or None
         A record of kind "training-step"; on rank 0, None on the others.
 
-    Raises
-    ------
-    UsageError
-        On all ranks, when the interpreter cannot train so.
-    WrongResult
-        On all ranks, when loss or gradients of any side differ.
+    Raises UsageError on all ranks, when the interpreter cannot train so; WrongResult when loss or
+    gradients of any side differ.
     """
     comm, case = subject.comm, subject.case
     checks = verification.verify(subject.model, subject.batch, case, comm)
     references: dict[str, TorchProcesses] = {}
-    kernels = None
+    kernels = {}
     with ExitStack() as stack:
         if python:
             state = subject.model.state()
             arrays = {**state, "tokens": subject.batch[0], "targets": subject.batch[1]}
             for kind in kinds:
                 references[kind] = stack.enter_context(closing(TorchProcesses(
-                    python, "ParallelTraining", {**case.settings(), **ADAMW_OPTIONS, "kind": kind},
+                    python, "parallel:ParallelTraining",
+                    {**case.settings(), **ADAMW_OPTIONS, "kind": kind},
                     None if comm.rank else arrays, comm, f"train by --torch-parallel {kind}",
                     1 if kind == "one" else comm.size)))
             del state, arrays
             kernels = compare_kernels(
                 subject.products(), case.dtype, subject.mesh.scheme.grid.backend,
-                references[kinds[0]], case.seed)
-        checks += compare_first_steps(subject, references)
+                references[kinds[0]], case.seed, gpt_step_flops(
+                    case.batch * case.seq, case.layers, case.hidden, case.seq, case.vocab,
+                    causal=True))
+        checks += _compare_first_steps(subject, references)
         clock = Clock(comm)
         own = partial(time_side, subject.step, comm,
                       subject.mesh.scheme.grid.backend.synchronize, clock)
         found, ended_by = compare_in_turns(
             {OWN: own, **{kind: one.sample for kind, one in references.items()}}, limits,
             case.seed, comm)
-        losses = np.array([[one.result if side == OWN else mean_of_processes(one.result)
+        losses = np.array([[one.result if side == OWN else _mean_of_processes(one.result)
                             for one in samples] for side, samples in found.items()]).T
-        checks += compare_losses(losses[-1], list(found), "last loss", LAST_LOSS)
+        checks += _compare_losses(losses[-1], list(found), "last loss", LAST_LOSS)
         require_passed(checks)
         about = [f"{PARALLELS[kind]}: {one.about}" for kind, one in references.items()
                  if comm.rank == 0]
@@ -109,25 +108,19 @@ def measure_beside(subject: TimedTraining, python: str | None, kinds: Sequence[s
     if parts is None:
         return None
     times = np.array([[one.times for one in samples] for samples in found.values()])
-    settings = {**step_settings(subject), "ended_by": ended_by, **asdict(limits),
-                "torch": "; ".join(about) or "none"}
+    settings = {**case.settings(), "optimizer": "adamw",
+                **{name: value for name, value in ADAMW_OPTIONS.items() if name != "betas"},
+                "beta1": ADAMW_OPTIONS["betas"][0], "beta2": ADAMW_OPTIONS["betas"][1],
+                "mesh": str(subject.division), **mesh_settings(subject.mesh, subject.division),
+                "ended_by": ended_by, **asdict(limits), "torch": "; ".join(about) or "none"}
     record = make_record(KIND, settings, environs, {
         "s": {"times": times.swapaxes(0, 1), "part_seconds": parts}, "1": {"loss": losses}},
         checks, side=list(found), part=STEP_PARTS)
-    return add_kernels(record, kernels, gpt_step_flops(
-        case.batch * case.seq, case.layers, case.hidden, case.seq, case.vocab, causal=True))
+    return add_numbers(record, kernels)
 
 
-def step_settings(subject: TimedTraining) -> dict:
-    """Return the settings of a record: model, mesh and machine."""
-    return {**subject.case.settings(), "optimizer": "adamw",
-            **{name: value for name, value in ADAMW_OPTIONS.items() if name != "betas"},
-            "beta1": ADAMW_OPTIONS["betas"][0], "beta2": ADAMW_OPTIONS["betas"][1],
-            "mesh": str(subject.division), **mesh_settings(subject.mesh, subject.division)}
-
-
-def compare_first_steps(subject: TimedTraining,
-                        references: dict[str, TorchProcesses]) -> list[Check]:
+def _compare_first_steps(subject: TimedTraining,
+                         references: dict[str, TorchProcesses]) -> list[Check]:
     """Take the first steps of all sides, and compare losses and the norm of the gradient."""
     checks, sides = [], [OWN, *references]
     for number in range(FIRST_STEPS):
@@ -138,23 +131,23 @@ def compare_first_steps(subject: TimedTraining,
         wait_patiently(subject.comm)
         for one in references.values():
             found = one.sample("step" if number else "check").result
-            losses.append(mean_of_processes(found))
+            losses.append(_mean_of_processes(found))
             if not number:
                 norms.append(found[0]["norm"])
-        checks += compare_losses(losses, sides, f"loss of step {number + 1}", LOSS)
+        checks += _compare_losses(losses, sides, f"loss of step {number + 1}", LOSS)
         if not number:
-            checks += compare_losses(norms, sides, "norm of the first gradient", NORM)
+            checks += _compare_losses(norms, sides, "norm of the first gradient", NORM)
     require_passed(checks)
     return checks
 
 
-def mean_of_processes(found: list[dict[str, float]]) -> float:
+def _mean_of_processes(found: list[dict[str, float]]) -> float:
     """Return the mean loss of a side, whose processes report the means of equal parts."""
     return sum(one["loss"] for one in found) / len(found)
 
 
-def compare_losses(numbers: Sequence[float], sides: Sequence[str], what: str,
-                   tolerance: float) -> list[Check]:
+def _compare_losses(numbers: Sequence[float], sides: Sequence[str], what: str,
+                    tolerance: float) -> list[Check]:
     """Compare the numbers of all sides with mm3d's."""
     return [Check(f"{what}, {side}", abs(number - numbers[0]) / abs(numbers[0]), tolerance)
             for side, number in zip(sides[1:], numbers[1:], strict=True)]

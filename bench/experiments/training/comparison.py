@@ -1,7 +1,24 @@
-"""Train the same steps on many meshes, and compare losses, gradients and weights with one rank."""
+"""Train the same steps on many meshes, and compare losses, gradients and weights with one rank.
 
+In float64 the bounds are fixed.  In float32 what rounding does is measured: one rank trains the
+same steps in float64 too, from the same parameters.  A mesh rounds otherwise, but not worse, so it
+is about as far from one rank as one rank is from float64; `FACTOR` times as far is allowed.  This
+holds whatever the sizes, the steps and the learning rate, which say how errors grow: with the
+defaults of a comparison those of losses grow tenfold from 50 steps to 200, and a hundredfold at
+a learning rate of 0.5.
+
+By chance one rank may be nearer than usual.  Gradients and weights have many elements, which
+average out, but the loss is a single number.  So it may always differ by `FACTOR` times what is
+usual in one step: a sum of n products, in any order, has a relative error of about sqrt(n) u,
+where u is the unit roundoff, since errors of single additions are independent (Higham and Mary,
+SIAM J. Sci. Comput. 41, 2019).  The loss of a token is computed by products one after another, of
+inner lengths n_1 to n_k, with an error of e = u sqrt(n_1 + ... + n_k), and the mean over t tokens
+has e / sqrt(t).
+"""
+
+import math
 from dataclasses import dataclass, replace, field
-from typing import Any, Callable, ContextManager
+from typing import Any, Callable, ContextManager, Mapping
 
 import numpy as np
 
@@ -10,8 +27,7 @@ from bench.errors import UsageError
 from bench.experiments.training.meshes import (list_mesh_cases, one_rank_of, ranks_of_mesh,
                                                reference_of)
 from bench.experiments.training.plan import Plan, make_optimizer
-from bench.experiments.training.rounding_bounds import LARGEST_BOUND, rounding_bounds
-from bench.experiments.training.text import Text
+from bench.experiments.training.text import VOCAB, Text
 from bench.instruments.sampling import measured_environment
 from bench.instruments.timing import unwatched
 from bench.records.model_run import make_record
@@ -25,6 +41,10 @@ from mm3d.training.gpt import GPT
 
 KIND = "training-meshes"
 COMPARED = ("loss", "gradients", "weights")    # loss of all steps; the others after the last
+FACTOR = 4.0
+# The aim in float64, whatever the sizes.
+FLOAT64 = {"loss": 1e-12, "gradients": 1e-11, "weights": 1e-11}
+LARGEST_BOUND = 1e-3    # rounding of one rank that hides no wrong sum
 
 
 @dataclass(frozen=True)
@@ -94,8 +114,6 @@ def compare_meshes(comm: Any, plan: Plan, text: Text,
         The plan: few steps of SGD in float64 or float32.
     report : callable
         Called on rank 0 with the name of each mesh before it is trained.
-    watched : callable
-        See `mm3d.tracing.watchdog`.
     cases : list of Division, optional
         Meshes that divide the model, one rank first; by default all, which are checked first.
 
@@ -105,10 +123,7 @@ def compare_meshes(comm: Any, plan: Plan, text: Text,
         On rank 0 a record of kind "training-meshes", whose checks may have failed; None on the
         others.
 
-    Raises
-    ------
-    UsageError
-        On every rank alike, when the model cannot be divided so.
+    Raises UsageError on every rank alike, when the model cannot be divided so.
     """
     if plan.optimizer != "sgd" or plan.dtype not in ("float64", "float32"):
         raise UsageError(f"--compare with {plan.optimizer} in {plan.dtype}: AdamW would hide "
@@ -123,47 +138,34 @@ def compare_meshes(comm: Any, plan: Plan, text: Text,
                          "more would do")
     if cases is None:
         cases = list_mesh_cases(comm.size, plan.experts)
-        check_cases(comm, cases, plan)
+        for case in cases:
+            _on_mesh(comm, case, lambda part: _start(part, case, plan)[0].free())
     found = {}
     for case in cases:
         if comm.rank == 0:
             report(str(case))
-        found[case] = train_case(comm, case, plan, text, watched)
+        found[case] = _on_mesh(comm, case, lambda part: _train_steps(
+            part, case, plan, text, watched))
     exact = None
     if plan.dtype != "float64":
-        exact = train_case(comm, cases[0], replace(plan, dtype="float64"), text, watched,
-                           begin=plan.dtype)
+        exact = _on_mesh(comm, cases[0], lambda part: _train_steps(
+            part, cases[0], replace(plan, dtype="float64"), text, watched, plan.dtype))
     environs = measured_environment(backends.get(None).name, comm)
     if comm.rank:
         return None
     return comparison_record(plan, text, cases, found, environs, exact)
 
 
-def check_cases(comm: Any, cases: list[Division], plan: Plan) -> None:
-    """Raise UsageError, on all ranks, unless the model can be divided on every mesh."""
-    problem = None
-    for case in cases:
-        part = comm.Split(comm.rank >= ranks_of_mesh(case), comm.rank)
-        if comm.rank < ranks_of_mesh(case):
-            try:
-                model = GPT(Config(plan, case), part)
-                make_optimizer(plan, model)
-                model.free()
-            except ValueError as error:
-                problem = problem or f"{case}: {error}"
-        part.Free()
-    agree(problem, comm)
+def _on_mesh(comm: Any, case: Division, work: Callable[[Any], Any]) -> Any:
+    """Call `work` on the first ranks, as many as a mesh has; return its result on rank 0 alone.
 
-
-def train_case(comm: Any, case: Division, plan: Plan, text: Text,
-               watched: Callable[..., ContextManager],
-               begin: str | None = None) -> MeshTraining | None:
-    """Train on one mesh as `train_steps`; return its result on rank 0, None on the others."""
+    Its ValueError is raised as UsageError on all ranks.
+    """
     part = comm.Split(comm.rank >= ranks_of_mesh(case), comm.rank)
     result = problem = None
     if comm.rank < ranks_of_mesh(case):
         try:
-            result = train_steps(part, case, plan, text, watched, begin)
+            result = work(part)
         except ValueError as error:
             problem = f"{case}: {error}"
     wait_patiently(comm)
@@ -172,14 +174,20 @@ def train_case(comm: Any, case: Division, plan: Plan, text: Text,
     return result if comm.rank == 0 else None
 
 
-def train_steps(comm: Any, case: Division, plan: Plan, text: Text,
-                watched: Callable[..., ContextManager], begin: str | None) -> MeshTraining:
+def _start(comm: Any, case: Division, plan: Plan) -> tuple[GPT, Any]:
+    """Create the model on all ranks of `comm`, and its optimizer."""
+    model = GPT(Config(plan, case), comm)
+    return model, make_optimizer(plan, model)
+
+
+def _train_steps(comm: Any, case: Division, plan: Plan, text: Text,
+                 watched: Callable[..., ContextManager],
+                 begin: str | None = None) -> MeshTraining:
     """Train the steps of a plan on all ranks of `comm`.
 
     With `begin` the first parameters are rounded to this type.
     """
-    model = GPT(Config(plan, case), comm)
-    optimizer = make_optimizer(plan, model)
+    model, optimizer = _start(comm, case, plan)
     if begin is not None:
         model.load({name: a.astype(begin) for name, a in model.state().items()})
     gradients, chosen, dropped = {}, [], []
@@ -238,3 +246,31 @@ def comparison_record(plan: Plan, text: Text, cases: list[Division],
                                     for case in cases]
     return make_record(KIND, settings, environs, {"1": numbers}, checks,
                        mesh=[str(case) for case in cases])
+
+
+def _forward_terms(plan: Plan) -> int:
+    """Count the terms of the successive sums in the loss of a token.
+
+    In a layer they belong to the products for queries, keys and values, for scores, for the
+    context, back, up and down, and to two norms with two sums each.
+    """
+    h, head = plan.hidden, plan.hidden // plan.heads
+    layer = h + head + plan.seq + h + h + 4 * h + 4 * h
+    return plan.layers * layer + 2 * h + h + VOCAB
+
+
+def rounding_bounds(plan: Plan, rounding: Mapping[str, float] | None = None) -> dict[str, float]:
+    """Return the relative differences of losses, gradients and weights that rounding may cause.
+
+    Losses are those of any step, gradients and weights those at the end.
+
+    Parameters
+    ----------
+    rounding : mapping, optional
+        In float32, the same differences between one rank and float64.
+    """
+    if rounding is None:
+        return FLOAT64
+    unit = float(np.finfo(plan.dtype).eps) / 2
+    usual = {"loss": unit * math.sqrt(_forward_terms(plan) / (plan.batch * plan.seq))}
+    return {name: FACTOR * max(found, usual.get(name, unit)) for name, found in rounding.items()}

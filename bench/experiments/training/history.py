@@ -58,30 +58,18 @@ class History:
 
     def before(self, step: int) -> "History":
         """Return the history of the first `step` steps, after which a run begins."""
-        def kept(found: dict[int, float], last: int = step - 1) -> dict[int, float]:
-            return {n: value for n, value in found.items() if n <= last}
-        return History(kept(self.losses), kept(self.seconds), kept(self.validation, step),
-                       kept(self.entropy), kept(self.dropped), step)
+        return History(*({n: value for n, value in found.items() if n < most} for found, most in (
+            (self.losses, step), (self.seconds, step), (self.validation, step + 1),
+            (self.entropy, step), (self.dropped, step))), step)
 
 
 class HistoryFile:
     """The file of a history, opened for appending and locked, and made if it does not exist.
 
-    The lock is released when the process ends, however it ends.
-
-    Parameters
-    ----------
-    folder : path
-        The folder of the checkpoints, which is made if it does not exist.
-    settings : dict
-        The settings that determine the curve.
-
-    Raises
-    ------
-    StoreError
-        When the file cannot be opened, or another training has it open.
-    UsageError
-        When the folder is of another training; names what differs.
+    The lock is released when the process ends, however it ends.  So is the folder, of checkpoints,
+    made; `settings` determine the curve.  Raises StoreError when the file cannot be opened, or
+    another training has it open; UsageError when the folder is of another training, with what
+    differs.
     """
 
     def __init__(self, folder: str | os.PathLike, settings: dict[str, Setting]) -> None:

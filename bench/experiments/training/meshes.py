@@ -17,7 +17,7 @@ def ranks_of_mesh(mesh: Division) -> int:
     return mesh.data * mesh.stages * math.prod(mesh.grid or (1,))
 
 
-def family_of(mesh: Division) -> tuple[Any, ...]:
+def _family_of(mesh: Division) -> tuple[Any, ...]:
     """Return the settings that fix the order of all sums; meshes that share them agree in bits.
 
     Stages, schedules, ZeRO and recomputation change no sum: a stage sees its micro-batches in
@@ -71,11 +71,11 @@ def list_mesh_cases(ranks: int, experts: ExpertOptions | None = None) -> list[Di
         add(SERIAL, data=2, stages=2, microbatches=8, zero=2)
     else:
         add(SERIAL, microbatches=2)
-        found += [case for case in cases_of_experts() if case.expert_parallel <= experts.count]
+        found += [case for case in _cases_of_experts() if case.expert_parallel <= experts.count]
     return [case for case in found if ranks_of_mesh(case) <= ranks]
 
 
-def cases_of_experts() -> list[Division]:
+def _cases_of_experts() -> list[Division]:
     """List the cases in which replicas divide experts, evenly and unevenly."""
     three, found = replace(SERIAL, scheme="3d"), []
 
@@ -101,8 +101,8 @@ def cases_of_experts() -> list[Division]:
 
 def reference_of(cases: list[Division]) -> Callable[[Division], Division]:
     """Return a function from a case to the first case of its family."""
-    first = {family_of(case): case for case in reversed(cases)}
-    return lambda case: first[family_of(case)]
+    first = {_family_of(case): case for case in reversed(cases)}
+    return lambda case: first[_family_of(case)]
 
 
 def one_rank_of(cases: list[Division],

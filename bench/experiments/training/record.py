@@ -4,13 +4,12 @@ from typing import Any
 
 import numpy as np
 
-from bench.experiments.torch.equal_kernels import add_kernels
 from bench.experiments.training.history import History
 from bench.experiments.training.plan import Plan, make_optimizer
-from bench.experiments.training.torch_training import TorchTraining, products_flops
+from bench.experiments.training.torch_training import TorchTraining
 from bench.experiments.training.trainer import Course, TrainingEnd, TrainingRun
 from bench.instruments.sampling import measured_environment
-from bench.records.model_run import make_record, transport_names
+from bench.records.model_run import add_numbers, make_record, transport_names
 from bench.records.measurements import Check, Measurements, Setting, grid_settings
 from mm3d.arrays.backend import Backend
 from mm3d.config import Config, Division
@@ -24,14 +23,9 @@ BESIDE = 0.02    # the largest difference of validation losses, a training besid
 
 def training_record(training: TrainingRun, course: Course, outcome: TrainingEnd,
                     beside: TorchTraining | None = None) -> Measurements | None:
-    """Make the record of a training; on rank 0, None on the others.
+    """Make the record of a training on rank 0, None on the others; every rank calls this.
 
-    Parameters
-    ----------
-    training, course, outcome : TrainingRun, Course, TrainingEnd
-        The training, its course and its outcome; every rank calls this.
-    beside : TorchTraining, optional
-        The same training by PyTorch.
+    `beside` is the same training by PyTorch.
     """
     mesh, plan = training.mesh, training.plan
     environs = measured_environment(mesh.scheme.grid.backend.name, training.comm)
@@ -50,7 +44,7 @@ def training_record(training: TrainingRun, course: Course, outcome: TrainingEnd,
         plain |= {name: [found.get(n, np.nan) for n in steps] for name, found in (
             ("entropy", history.entropy), ("dropped_share", history.dropped))}
     checks = list(outcome.checks)
-    settings = training_settings(training, course, outcome)
+    settings = _training_settings(training, course, outcome)
     if beside is not None:
         other = beside.history
         plain |= {"torch_loss": [other.losses.get(n, np.nan) for n in steps],
@@ -62,11 +56,11 @@ def training_record(training: TrainingRun, course: Course, outcome: TrainingEnd,
         KIND, settings, environs, {"1": plain, "s": seconds, "byte": {
             "peak_bytes": peaks, "expected_peak_bytes": expected}}, checks,
         step=steps, validated=validated)
-    return add_kernels(record, beside and beside.kernels, products_flops(plan))
+    return add_numbers(record, beside.kernels if beside else {})
 
 
-def training_settings(training: TrainingRun, course: Course,
-                      outcome: TrainingEnd) -> dict[str, Setting]:
+def _training_settings(training: TrainingRun, course: Course,
+                       outcome: TrainingEnd) -> dict[str, Setting]:
     """Return the settings of a record: what was trained, where, and how it ended."""
     mesh, division = training.mesh, training.division
     scaling = training.optimizer.loss_scaling

@@ -1,7 +1,7 @@
 """Repeat a training by PyTorch, in a process of its own."""
 
 from dataclasses import dataclass
-from typing import Any, Callable, Iterable, Sequence
+from typing import Callable, Iterable, Sequence
 
 import numpy as np
 from mpi4py import MPI
@@ -9,12 +9,13 @@ from mpi4py import MPI
 from bench.errors import UsageError, as_usage_error
 from bench.experiments.experts.problem import routing_settings
 from bench.experiments.torch.child import TorchProcesses
-from bench.experiments.torch.equal_kernels import EqualKernels, compare_kernels, gpt_step_flops
+from bench.experiments.torch.equal_kernels import compare_kernels, gpt_step_flops
 from bench.experiments.torch.serve import TimedProduct
 from bench.experiments.training.history import History
 from bench.experiments.training.plain_gpt import State
 from bench.experiments.training.plan import Plan
 from bench.experiments.training.text import Text, VOCAB
+from bench.records.model_run import Numbers
 from mm3d.arrays import backend as backends
 
 
@@ -28,13 +29,13 @@ class TorchTraining:
         Version, threads and instructions of the library.
     history : History
         Losses and seconds of all steps, and validations.
-    kernels : EqualKernels or None
-        The seconds of both sides for the same products.
+    kernels : Numbers
+        See `bench.experiments.torch.equal_kernels.compare_kernels`.
     """
 
     about: str
     history: History
-    kernels: EqualKernels | None = None
+    kernels: Numbers
 
 
 def check_torch(plan: Plan) -> None:
@@ -65,19 +66,21 @@ def train_by_torch(python: str, plan: Plan, text: Text, state: State, steps: int
     products : sequence of TimedProduct
         Products whose seconds compare the kernels of both sides.
 
-    Raises
-    ------
-    UsageError
-        When the interpreter cannot train it.
+    Raises UsageError when the interpreter cannot train it.
     """
     together = microbatches if plan.experts else 1
+    routing = plan.experts and routing_settings(
+        plan.experts, plan.batch // together * plan.seq, plan.layers)
+    case = {**plan.settings(), "rates": [plan.rate(step) for step in range(steps)],
+            "routing": routing, "microbatches": together}
     # Beside this rank alone: the others may have PyTorch, too, or do something else.
-    process = TorchProcesses(python, "TorchSteps", describe_case(plan, steps, together),
-                             {**state, **draw_tokens(plan, text, steps, validation_batches)},
+    process = TorchProcesses(python, "models:TorchSteps", case,
+                             {**state, **_draw_tokens(plan, text, steps, validation_batches)},
                              MPI.COMM_SELF, "train the model")
     history, at = History(), {*validated}
     try:
-        kernels = compare_kernels(products, plan.dtype, backends.get("numpy"), process, plan.seed)
+        kernels = compare_kernels(products, plan.dtype, backends.get("numpy"), process, plan.seed,
+                                  _products_flops(plan))
         for step in range(steps + 1):
             if step in at:
                 history.add({"step": step, **process.ask("validate")})
@@ -92,29 +95,19 @@ def train_by_torch(python: str, plan: Plan, text: Text, state: State, steps: int
     return TorchTraining(process.about, history, kernels)
 
 
-def describe_case(plan: Plan, steps: int, microbatches: int) -> dict[str, Any]:
-    """Return the settings, the rates of all steps, and how tokens are routed."""
-    routing = None
-    if plan.experts is not None:
-        routing = routing_settings(plan.experts, plan.batch // microbatches * plan.seq,
-                                   plan.layers)
-    return {**plan.settings(), "rates": [plan.rate(step) for step in range(steps)],
-            "routing": routing, "microbatches": microbatches}
-
-
-def draw_tokens(plan: Plan, text: Text, steps: int,
-                validation_batches: int) -> dict[str, np.ndarray]:
+def _draw_tokens(plan: Plan, text: Text, steps: int,
+                 validation_batches: int) -> dict[str, np.ndarray]:
     """Return the tokens of all steps, and of a validation."""
     sizes = plan.batch, plan.seq
     count = min(validation_batches, text.validation_batches(*sizes))
-    batches = [joined(*text.batch(plan.seed, step, *sizes)) for step in range(steps)]
-    held_out = [joined(*text.validation(number, *sizes)) for number in range(count)]
+    batches = [_joined(*text.batch(plan.seed, step, *sizes)) for step in range(steps)]
+    held_out = [_joined(*text.validation(number, *sizes)) for number in range(count)]
     empty = np.empty((0, plan.batch, plan.seq + 1), np.uint8)
     return {"tokens of steps": np.array(batches or empty),
             "tokens of validation": np.array(held_out)}
 
 
-def products_flops(plan: Plan) -> float:
+def _products_flops(plan: Plan) -> float:
     """Compute the operations of PyTorch's products in a step."""
     sizes = plan.batch * plan.seq, plan.layers, plan.hidden, plan.seq, VOCAB, True
     if plan.experts is None:
@@ -123,6 +116,6 @@ def products_flops(plan: Plan) -> float:
     return gpt_step_flops(*sizes, wide=4 + 4 * (plan.experts.top - 1) * with_experts / plan.layers)
 
 
-def joined(tokens: np.ndarray, targets: np.ndarray) -> np.ndarray:
+def _joined(tokens: np.ndarray, targets: np.ndarray) -> np.ndarray:
     """Join tokens and targets to sequences of one token more."""
     return np.concatenate([tokens, targets[:, -1:]], axis=1).astype(np.uint8)

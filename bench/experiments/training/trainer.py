@@ -79,7 +79,7 @@ class TrainingRun:
         self.peak_bytes = 0
         with as_usage_error():
             self.backend = backends.get(division.backend)
-            self._others_bytes = self.backend.memory()["in_use"]
+            self.others_bytes = self.backend.memory()["in_use"]
             self.model = GPT(Config(plan, division), comm)
             self.mesh, self.division = self.model.mesh, self.model.config.division
             self.optimizer = make_optimizer(plan, self.model)
@@ -99,11 +99,6 @@ class TrainingRun:
             if self.optimizer.loss_scaling is None and not math.isfinite(loss):
                 raise FloatingPointError    # without clipping nothing else would notice
         return take_steps(self.model, self.optimizer, self.batch, numbers, self.plan.rate, check)
-
-    def note_peak(self) -> None:
-        """Note the peak of this rank's memory since it was reset."""
-        peak = self.backend.memory()["peak"] - self._others_bytes
-        self.peak_bytes = max(self.peak_bytes, peak)
 
     def utilisation(self) -> dict[str, float]:
         """Return how the last step used the experts, as entries of a `History`; {} without."""
@@ -144,12 +139,8 @@ def run_training(training: TrainingRun, course: Course,
                  ) -> TrainingEnd:
     """Train from the newest checkpoint, or from the start, until all steps are done or it stops.
 
-    Every rank calls this.
-
-    Parameters
-    ----------
-    report : callable
-        Called on rank 0 after each step and each validation, with the number of steps done.
+    Every rank calls this; `report` is called on rank 0 after each step and each validation, with
+    the number of steps done.
 
     Raises
     ------
@@ -162,11 +153,11 @@ def run_training(training: TrainingRun, course: Course,
     with ExitStack() as stack:
         stop = stack.enter_context(stop_on_request(
             training.comm, course.max_seconds, course.stop_file))
-        file = open_history(training, course)
+        file = _open_history(training, course)
         if file:
             stack.callback(file.close)
         comm = training.comm
-        done = began = restore_newest(training, course)
+        done = began = _restore_newest(training, course)
         history = file.history.before(done) if file else History()
         checks = training.verify()
         reason = stop.agree_on_signal()    # with a limit of time each run still trains a step
@@ -183,24 +174,24 @@ def run_training(training: TrainingRun, course: Course,
             write(entry)
 
         while True:
-            if not reason and is_due(done, training.plan.steps, course.validate_every):
+            if not reason and _is_due(done, training.plan.steps, course.validate_every):
                 if not comm.bcast(done in history.validation):
                     loss = training.validate(course.validation_batches)
                     keep({"step": done, "validation": loss})
             if reason or done >= training.plan.steps:
                 break
-            loss, seconds, reason = timed_step(training, steps, done, stop)
+            loss, seconds, reason = _timed_step(training, steps, done, stop)
             done += 1
             reason = reason if done < training.plan.steps else ""
             keep({"step": done - 1, "loss": loss, "seconds": seconds, **training.utilisation()})
-            if reason or is_due(done, training.plan.steps, course.save_every):
-                save_checkpoint(training, course, done)
+            if reason or _is_due(done, training.plan.steps, course.save_every):
+                _save_checkpoint(training, course, done)
         if not reason:
             write({"complete": True})
         return TrainingEnd(history, began, done, reason or "steps", checks)
 
 
-def clipping_remedy(plan: Plan) -> str:
+def _clipping_remedy(plan: Plan) -> str:
     """Return a further remedy against numbers that are not finite, where nothing is clipped."""
     return "" if plan.clip else ", or a --clip above 0"
 
@@ -215,11 +206,11 @@ def lost_loss(training: TrainingRun, outcome: TrainingEnd) -> str:
         last = history.validation.get(done, history.losses.get(done - 1, 0.0))
         return "" if math.isfinite(last) else (
             f"the loss after {done} steps is not finite, which loss scaling cannot mend: a lower "
-            f"--lr than {training.plan.lr:g} would do{clipping_remedy(training.plan)}")
+            f"--lr than {training.plan.lr:g} would do{_clipping_remedy(training.plan)}")
     return broadcast_from_rank_0(said, training.comm)
 
 
-def open_history(training: TrainingRun, course: Course) -> HistoryFile | None:
+def _open_history(training: TrainingRun, course: Course) -> HistoryFile | None:
     """Open the history on rank 0; None on the others, and without a folder."""
     if course.checkpoints is None:
         return None
@@ -228,7 +219,7 @@ def open_history(training: TrainingRun, course: Course) -> HistoryFile | None:
         **training.settings(), "validation_batches": course.validation_batches}), training.comm)
 
 
-def restore_newest(training: TrainingRun, course: Course) -> int:
+def _restore_newest(training: TrainingRun, course: Course) -> int:
     """Restore the newest checkpoint, if there is one; return the number of steps done.
 
     Raises StoreError on every rank alike, when it is damaged, of another model, or unseen by one.
@@ -247,15 +238,11 @@ def restore_newest(training: TrainingRun, course: Course) -> int:
         raise StoreError(str(error)) from error
 
 
-def save_checkpoint(training: TrainingRun, course: Course, done: int) -> None:
+def _save_checkpoint(training: TrainingRun, course: Course, done: int) -> None:
     """Save a checkpoint after `done` steps.
 
-    Raises
-    ------
-    StoreError
-        On every rank alike, when it cannot be written.
-    WrongResult
-        On every rank alike, when parameters are not finite; older checkpoints stay.
+    Raises StoreError on every rank alike, when it cannot be written; WrongResult, when parameters
+    are not finite, and older checkpoints stay.
     """
     if course.checkpoints is None:
         return
@@ -263,7 +250,7 @@ def save_checkpoint(training: TrainingRun, course: Course, done: int) -> None:
     if math.isinf(largest_magnitude(masters, training.comm)):
         raise WrongResult(f"parameters after step {done - 1} are not finite, and are not saved: a "
                           f"lower --lr than {training.plan.lr:g} would do"
-                          f"{clipping_remedy(training.plan)}")
+                          f"{_clipping_remedy(training.plan)}")
     try:
         mm3d.save(course.checkpoints, training.model, training.optimizer, step=done,
                   keep=course.keep)
@@ -271,16 +258,14 @@ def save_checkpoint(training: TrainingRun, course: Course, done: int) -> None:
         raise StoreError(str(error)) from error
 
 
-def is_due(done: int, steps: int, every: int) -> bool:
+def _is_due(done: int, steps: int, every: int) -> bool:
     """Return whether something is to be done after `done` steps: each `every`, and at the end."""
     return done % every == 0 or done == steps
 
 
-def timed_step(training: TrainingRun, steps: Iterator[tuple[int, float]], step: int,
-               stop: Stop) -> tuple[float, float, str]:
-    """Take the next step, of this number.
-
-    Returns the loss, the seconds of the slowest rank, and why to stop if at all.
+def _timed_step(training: TrainingRun, steps: Iterator[tuple[int, float]], step: int,
+                stop: Stop) -> tuple[float, float, str]:
+    """Return the loss of the next step, the slowest rank's seconds, and why to stop if at all.
 
     Raises WrongResult on every rank alike, when loss or gradients are not finite.
     """
@@ -291,8 +276,9 @@ def timed_step(training: TrainingRun, steps: Iterator[tuple[int, float]], step: 
     except FloatingPointError as error:
         plan = training.plan
         raise WrongResult(f"loss or gradients of step {step} are not finite: a lower --lr than "
-                          f"{plan.lr:g} would do{clipping_remedy(plan)}") from error
+                          f"{plan.lr:g} would do{_clipping_remedy(plan)}") from error
     training.backend.synchronize()
     seconds = time.perf_counter() - start
-    training.note_peak()
+    peak = training.backend.memory()["peak"] - training.others_bytes
+    training.peak_bytes = max(training.peak_bytes, peak)
     return loss, *stop.agree(seconds)

@@ -26,8 +26,7 @@ def verify(model: Any, batch: Batch, plan: Model, comm: Any) -> list[Check]:
     cannot see a missing part, which is then missing on both sides.  The second sees it, unless it
     is smaller than the tolerance beside the whole.
 
-    Returns the checks, the same on every rank.  Raises WrongResult on every rank,
-    when one differs by more than its tolerance.
+    Returns the checks, the same on every rank; WrongResult when one has not passed.
     """
     state = model.state()
     loss = model.step(*batch)
@@ -37,29 +36,29 @@ def verify(model: Any, batch: Batch, plan: Model, comm: Any) -> list[Check]:
     if comm.rank == 0:
         routing = plain_gpt.PlainRouting(
             plan.experts, model.schedule.microbatches) if plan.experts else None
-        checks = compare_with_plain(loss, state, gradients, batch, plan, routing)
+        checks = _compare_with_plain(loss, state, gradients, batch, plan, routing)
     wait_patiently(comm)
     return require_passed(comm.bcast(checks))
 
 
-def compare_with_plain(loss: float, state: plain_gpt.State, gradients: plain_gpt.State,
-                       batch: Batch, plan: Model,
-                       routing: plain_gpt.PlainRouting | None) -> list[Check]:
+def _compare_with_plain(loss: float, state: plain_gpt.State, gradients: plain_gpt.State,
+                        batch: Batch, plan: Model,
+                        routing: plain_gpt.PlainRouting | None) -> list[Check]:
     """Compare a loss and gradients with those of the model in NumPy.
 
     All computations send tokens to the same experts, as the choice has no derivative.
     """
     state = {name: np.asarray(a, np.float64) for name, a in state.items()}
     slopes = {name: np.asarray(a, np.float64) for name, a in gradients.items()}
-    length = math.sqrt(inner_product(slopes, slopes))
+    length = math.sqrt(_inner_product(slopes, slopes))
 
     def loss_of(state: plain_gpt.State) -> float:
         return plain_gpt.mean_loss(state, *batch, plan, routing)
     expected = loss_of(state)    # the first, which chooses the experts
-    slope = slope_along(slopes, length, state, loss_of)
-    direction, size = random_signs(state), math.sqrt(sum(a.size for a in state.values()))
-    component = inner_product(slopes, direction) / size
-    apart = component - slope_along(direction, size, state, loss_of)
+    slope = _slope_along(slopes, length, state, loss_of)
+    direction, size = _random_signs(state), math.sqrt(sum(a.size for a in state.values()))
+    component = _inner_product(slopes, direction) / size
+    apart = component - _slope_along(direction, size, state, loss_of)
     of_loss, of_gradient = TOLERANCES[plan.dtype]
     return [Check("loss", abs(loss - expected) / expected, of_loss),
             Check("gradient", abs(length - slope) / slope, of_gradient),
@@ -67,20 +66,20 @@ def compare_with_plain(loss: float, state: plain_gpt.State, gradients: plain_gpt
             Check("gradient along a random direction", abs(apart) * size / length, of_gradient)]
 
 
-def slope_along(direction: plain_gpt.State, length: float, state: plain_gpt.State,
-                loss_of: Callable[[plain_gpt.State], float]) -> float:
+def _slope_along(direction: plain_gpt.State, length: float, state: plain_gpt.State,
+                 loss_of: Callable[[plain_gpt.State], float]) -> float:
     """Compute the central difference of the loss along a direction of this length."""
     ahead, behind = (loss_of({name: a + way * STEP / length * direction[name]
                               for name, a in state.items()}) for way in (1, -1))
     return (ahead - behind) / (2 * STEP)
 
 
-def inner_product(a: plain_gpt.State, b: plain_gpt.State) -> float:
+def _inner_product(a: plain_gpt.State, b: plain_gpt.State) -> float:
     """Compute the sum of the products of all elements."""
     return sum(float(np.vdot(a[name], b[name])) for name in b)
 
 
-def random_signs(state: plain_gpt.State) -> plain_gpt.State:
+def _random_signs(state: plain_gpt.State) -> plain_gpt.State:
     """Draw 1 or -1 for each element, always the same."""
     draw = np.random.default_rng(0)
     return {name: draw.choice((-1.0, 1.0), a.shape) for name, a in state.items()}

@@ -80,9 +80,9 @@ class ChunkCall:
     """What a call of a chunk does to the memory of a rank.
 
     `peak` and `net` are the most bytes in use during the call, and those after it, beside those
-    before, each with those of them that are saved for backward; `out` shape and type of the result,
-    and whether it is in the model's pool; `kept` the numbers of the arrays that are saved, among
-    those given and the result.
+    before, each with those of them that are saved for backward; `out` shape and type of the
+    result, and whether it is in the model's pool; `kept` the numbers of the arrays that are saved,
+    among those given and the result.
     """
 
     peak: tuple[int, int]

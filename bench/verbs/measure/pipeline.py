@@ -15,8 +15,7 @@ from bench.command_line.publish import (check_pictures, check_trace_file, publis
                                         report_failure)
 from bench.errors import WrongResult, as_usage_error
 from bench.experiments.pipeline.action_trace import make_action_trace
-from bench.experiments.pipeline.measured import measure_pipeline
-from bench.experiments.pipeline.reference import refuse_pipeline
+from bench.experiments.pipeline.measured import measure_pipeline, refuse_pipeline
 from bench.experiments.pipeline.subject import PipelineCase, make_pipeline_case
 from bench.instruments import chrome_trace
 from bench.records.journal import claim_folder

@@ -5,12 +5,10 @@ import numpy as np
 import pytest
 
 import mm3d
-from bench.__main__ import parser
-from bench.errors import UsageError, WrongResult
+from bench.errors import WrongResult
 from bench.experiments.layer.layer import COLOSSAL, KINDS, MeasuredLayer, count_sides
 from bench.records import run_file
 from bench.records.kinds.layer import tables
-from bench.verbs.measure import layer
 from mm3d.tracing import dry_run
 from made_up_torch import make_up
 from refused import refused, run_verb
@@ -109,23 +107,13 @@ def test_what_differs_from_the_reference_gets_no_times(comm, shared_tmp_path):
     assert "differs from PyTorch: output is off by 0.001" in text
 
 
-@pytest.mark.ranks(1, 4)
-@pytest.mark.parametrize("hidden, head", [(100, 64), (200, 64), (32, 64)])
-def test_no_other_heads_are_measured_than_were_asked_for(comm, hidden, head):
-    arguments = parser(["measure", "layer"]).parse_args([
-        "measure", "layer", "--hidden", f"64,{hidden}", f"--head-size={head}", "--out",
-        "/dev/null/out"])
-    with pytest.raises(UsageError,
-                       match=f"--hidden {hidden} --head-size {head}: a head of at least"):
-        layer.run(arguments, comm)
-
-
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("options, message", [
     (("--torch", "/nowhere/python"), "--torch /nowhere/python: No such file"),
     (("--torch", "false"), "could not do the layer"),
     (("--overlap", "--scheme", "1d"), "--overlap --scheme 1d: only products of 3d can overlap"),
-    (("--hidden", "33"), "--hidden 33 --head-size 8: a head of at least 1 feature"),
+    (("--hidden", "32,33"), "--hidden 33 --head-size 8: a head of at least 1 feature"),
+    (("--hidden", "4"), "--hidden 4 --head-size 8: a head of at least 1 feature"),
     (("--scheme", "4d"), "scheme '4d' is unknown")])
 def test_wrong_arguments_get_one_message(comm, shared_tmp_path, options, message):
     said = refused(comm, "measure", "layer", *QUICK, *options, "--out", str(shared_tmp_path))

@@ -6,7 +6,7 @@ import pytest
 from mpi4py import MPI
 
 from bench.errors import UsageError, WrongResult
-from bench.experiments.products import pgemm, scalapack
+from bench.experiments.products import scalapack
 from bench.experiments.products.problem import Problem, product_grid
 from bench.experiments.rows import settings
 from bench.instruments.timing import Limits
@@ -20,7 +20,7 @@ SMALL = ("-m", "bench", "measure", "matmul", "--beside", "scalapack", "--shape",
 @pytest.fixture
 def installed():
     """Skip where there is no ScaLAPACK."""
-    if not any(map(pgemm.find_library, ("scalapack-mpich", "scalapack-openmpi"))):
+    if not any(map(scalapack.find_library, ("scalapack-mpich", "scalapack-openmpi"))):
         pytest.skip("ScaLAPACK is not installed")
 
 
@@ -49,31 +49,10 @@ def test_where_mpi_is_usual_the_product_is_measured_by_it_alone(installed):
     assert "shared" not in done.stdout
 
 
-@pytest.mark.slow
-def test_our_products_are_made_by_scalapack_s_function(installed, tmp_path):
-    """One that is wrong makes them wrong."""
-    program = tmp_path / "wrong.py"
-    program.write_text("""
-import sys
-from bench.experiments.products import fortran_blas as blas
-from bench.__main__ import main
-right = blas.FortranGemm.__call__
-
-def wrong(self, a, b, out, progress):
-    right(self, a, b, out)[-1, -1] += 1
-    return out
-
-blas.FortranGemm.__call__ = wrong
-sys.exit(main(sys.argv[1:]))
-""")
-    done = run_ranks(4, str(program), *SMALL[2:])
-    assert done.returncode == 1 and "off by" in done.stdout, done.stdout + done.stderr
-
-
 GEMM = """
 import numpy as np
-from bench.experiments.products import fortran_blas as blas, pgemm
-library = pgemm.load_scalapack()
+from bench.experiments.products import fortran_blas as blas, scalapack
+library = scalapack.load_scalapack()
 for dtype in ("float32", "float64"):
     gemm = blas.FortranGemm(library, dtype)
     draw = np.random.default_rng(0)
@@ -117,8 +96,9 @@ def test_a_wrong_product_of_scalapack_is_noticed(installed, tmp_path):
     program.write_text("""
 import mm3d
 from mpi4py import MPI
-from bench.experiments.products import pgemm
-product = pgemm.Pgemm(pgemm.load_scalapack(), MPI.COMM_WORLD, (48, 40, 56), "float64", 8, 0)
+from bench.experiments.products import scalapack
+library = scalapack.load_scalapack()
+product = scalapack.Pgemm(library, MPI.COMM_WORLD, (48, 40, 56), "float64", 8, 0)
 product()
 right = [check.passed for check in product.check(1)]
 if MPI.COMM_WORLD.rank == 1:
@@ -134,7 +114,7 @@ if told:
 
 def test_without_scalapack_it_is_said_what_to_install():
     with pytest.raises(UsageError, match="apt-get install libscalapack"):
-        pgemm.load_scalapack(lambda name: None)
+        scalapack.load_scalapack(lambda name: None)
 
 
 @pytest.mark.ranks(4)

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import sys
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -18,7 +19,6 @@ from bench.experiments.training.history import History
 from bench.experiments.training.meshes import list_mesh_cases, ranks_of_mesh, reference_of
 from bench.experiments.training.plan import Plan
 from bench.experiments.training.record import expected_peak_bytes
-from bench.experiments.training.rounding_bounds import rounding_bounds
 from bench.experiments.training.text import read_training_text
 from bench.experiments.training.trainer import Course, TrainingEnd, TrainingRun
 from bench.records import run_file
@@ -28,9 +28,12 @@ from bench.reports.figures import training as figures
 from bench.reports.micro_tables import make_parts
 from bench.verbs import train
 from mm3d import schemes
+from mm3d.checkpoints.folder import checkpoints, step_of
 from mm3d.config import Division
 from mm3d.training.gpt import GPT
 from records import format_record, only_record, written
+from support import ROOT, run_ranks
+from training_kills import OPTIONS, train_and_kill
 
 PLAN = Plan(layers=1, hidden=8, heads=2, batch=4, seq=6, steps=7, lr=0.01, warmup=2, dropout=0.1)
 COMPARED = replace(PLAN, layers=4, batch=24, steps=2, dtype="float64", optimizer="sgd", clip=0.0,
@@ -123,18 +126,13 @@ def test_what_goes_wrong_with_its_files_is_one_line_on_every_rank_and_nothing_is
     whole.free()
 
 
-def test_it_stops_when_a_file_is_there(comm, tmp_path):
-    (tmp_path / "stop").touch()
-    training, found = run(comm, replace(COURSE, stop_file=str(tmp_path / "stop")))
-    assert (found.steps, found.ended_by) == (1, "stop_file")
-    training.free()
-
-
 @pytest.mark.filterwarnings("ignore:whether:UserWarning")
-def test_a_stop_file_that_cannot_be_looked_for_stops_nothing(comm, tmp_path):
-    """Its name is too long here; rank 0 alone looks, and the others would wait for it."""
-    training, found = run(comm, replace(COURSE, stop_file=str(tmp_path / ("s" * 300))))
-    assert found.ended_by == "steps"
+@pytest.mark.parametrize("name, ended", [("stop", (1, "stop_file")), ("s" * 300, (7, "steps"))])
+def test_it_stops_when_a_file_is_there(comm, tmp_path, name, ended):
+    """One whose name is too long cannot be looked for: rank 0 alone does, and stops nothing."""
+    (tmp_path / "stop").touch()
+    training, found = run(comm, replace(COURSE, stop_file=str(tmp_path / name)))
+    assert (found.steps, found.ended_by) == ended
     training.free()
 
 
@@ -250,12 +248,6 @@ def test_a_training_goes_on_without_its_history(comm, tmp_path):
     assert [row[0] for row in rows] == [3, 6, 7] and np.isnan(rows[0][1].value)
     assert rows[1][1].value == pytest.approx(np.mean([losses[n] for n in (3, 4, 5)]))
     training.free()
-
-
-@pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
-def test_a_training_that_diverges_says_what_would_do(comm):
-    with pytest.raises(WrongResult, match="gradients of step 1 are not finite: a lower --lr than"):
-        run(comm, COURSE, replace(PLAN, lr=1e30))
 
 
 @pytest.mark.parametrize("name, said", [
@@ -442,7 +434,7 @@ def test_what_rounding_may_change_is_stated_and_what_it_may_not_fails():
             assert [check.passed for check in checks] == [
                 True, passes, True, *[True] * 3 * (dtype == "float32")]
     plan, unit = replace(COMPARED, dtype="float32"), 2.0 ** -24
-    bounds = rounding_bounds(plan, {"loss": 0.0, "gradients": 1e-6, "weights": 0.0})
+    bounds = comparison.rounding_bounds(plan, {"loss": 0.0, "gradients": 1e-6, "weights": 0.0})
     # Of 4 layers: 8 + 4 + 6 + 8 + 8 + 32 + 32 terms each, then 2 x 8 + 8 + 256; 24 x 6 tokens.
     usual = unit * (672 / 144) ** 0.5
     assert bounds == pytest.approx({"loss": 4 * usual, "gradients": 4e-6, "weights": 4 * unit})
@@ -473,3 +465,45 @@ def test_memory_is_that_of_a_dry_run(comm, monkeypatch):
             plan, division, comm.size, comm.rank), division
         training.free()
         del training
+
+
+# Rank 1 fails in its sixth step, after the checkpoint of step 3.
+FAILS = """
+import os, sys, time
+from bench.__main__ import command
+from bench.experiments.training.trainer import TrainingRun
+right = TrainingRun.batch
+
+def batch(training, number):
+    if number == 5 and training.comm.rank == 1:
+        print("fails at", time.time(), file=sys.stderr, flush=True)
+        {how}
+    return right(training, number)
+TrainingRun.batch = batch
+command()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.limit(900)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_resumption_after_a_kill_is_on_the_curve(tmp_path, ranks):
+    assert train_and_kill(tmp_path, 4, ranks=ranks) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["raise RuntimeError('no more')", "sys.exit(3)", "os._exit(4)",
+                                 "os.kill(os.getpid(), 9)"])
+def test_a_rank_that_fails_ends_the_job_within_10_seconds(tmp_path, how):
+    """The checkpoint before it stays, and the same command goes on from there."""
+    program, saved = tmp_path / "program.py", tmp_path / "saved"
+    program.write_text(FAILS.format(how=how))
+    options = (*OPTIONS, "--checkpoints", str(saved), "--out", str(tmp_path / "out"))
+    done = run_ranks(2, str(program), "train", *options, cwd=ROOT)
+    end, begin = time.time(), re.search(r"fails at (\S+)", done.stderr)
+    assert done.returncode and begin and end - float(begin[1]) < 10, done.stderr
+    assert "killed: did not end" not in done.stderr
+    assert [step_of(path) for path in checkpoints(saved)] == [3]
+    if "kill" in how:    # all of them have left the same checkpoint
+        done = run_ranks(2, "-m", "bench", "train", *options, "--steps", "60", cwd=ROOT)
+        assert done.returncode == 0 and "step 60 of 60" in done.stdout, done.stderr
