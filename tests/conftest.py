@@ -38,7 +38,7 @@ from _pytest.runner import runtestprotocol
 from mpi4py import MPI
 
 from mm3d import launcher
-from support import LIMIT, ROOT, gpu_problem, kill_running
+from support import LIMIT, ROOT, gpu_problem, kill_running, use_only
 
 # Tests that mean another transport, or both, say so.
 os.environ.setdefault("MM3D_TRANSPORT", "mpi")
@@ -161,7 +161,6 @@ def transport(request, monkeypatch) -> str:
 @pytest.fixture
 def no_backends():
     """No array library is in use yet; those of other tests are back after this one."""
-    from used_backends import use_only    # the tests of this file have no other file
     with use_only():
         yield
 

@@ -24,7 +24,7 @@ PlacedBlock = tuple[tuple[slice, ...], np.ndarray]
 
 
 @dataclass(frozen=True)
-class Quantity:
+class _Quantity:
     """A global quantity to compare: its name, this rank's block, and its tolerance."""
 
     name: str
@@ -43,9 +43,7 @@ def compare_with_serial(model: mm3d.Transformer, output, input_gradient, roundin
     ----------
     model : Transformer
         After one backward pass from cleared gradients, with ``model.random("input")`` and
-        ``model.random("output gradient")``.
-    output, input_gradient : array
-        This rank's blocks of the results of that step.
+        ``model.random("output gradient")``, of which this rank has blocks of the results.
     rounding : str
         See `bench.checks.tolerances.beside_serial`.
     other : callable, optional
@@ -53,24 +51,19 @@ def compare_with_serial(model: mm3d.Transformer, output, input_gradient, roundin
     words_per_gather : int
         Words that are gathered at once; a quantity of more is gathered alone.
 
-    Returns
-    -------
-    list of Check
-        The output, the input's gradient and that of every parameter, the same on every rank.
-        The worst copy of each block counts.
-
     Notes
     -----
-    Rank 0 gathers the blocks and computes the reference with all cores while the other ranks
-    sleep, since many ranks may share few cores and one memory.  Of copies equal to the bit
-    only the first is sent.
+    The checks, of the output, the input's gradient and that of every parameter, are the same on
+    every rank; the worst copy of each block counts.  Rank 0 gathers the blocks and computes the
+    reference with all cores while the other ranks sleep, since many ranks may share few cores and
+    one memory.  Of copies equal to the bit only the first is sent.
     """
     grid = model.grid
     forward, gradient = tolerances.beside_serial(rounding, model.stack.layers)
     layout = model.outer.layout()
-    parts = [Quantity("output", output, layout, model.shape, forward),
-             Quantity("input gradient", input_gradient, layout, model.shape, gradient)]
-    parts += [Quantity(f"gradient of {p.name}", p.grad, p.layout, p.shape, gradient)
+    parts = [_Quantity("output", output, layout, model.shape, forward),
+             _Quantity("input gradient", input_gradient, layout, model.shape, gradient)]
+    parts += [_Quantity(f"gradient of {p.name}", p.grad, p.layout, p.shape, gradient)
               for p in model.parameters]
     found = _collect(parts, grid, words_per_gather)
     checks = None
@@ -89,17 +82,8 @@ def compare_with_serial(model: mm3d.Transformer, output, input_gradient, roundin
 def worst_error(blocks: list[PlacedBlock], expected: np.ndarray) -> float:
     """Compute the relative Frobenius error of the worst copy of each block.
 
-    Parameters
-    ----------
-    blocks : list of (tuple of slice, ndarray)
-        Each block's place in the global array, and the block; several may have the same place.
-    expected : ndarray
-        The global array.
-
-    Returns
-    -------
-    float
-        NaN if a block has a NaN or another shape than its place, or if a place has no block.
+    Several blocks may have the same place in the global array.  The error is NaN if a block has a
+    NaN or another shape than its place, or if a place has no block.
     """
     squares: dict[tuple, np.float64] = {}
     covered = np.zeros(expected.shape, bool)
@@ -128,7 +112,7 @@ def _reference(backend, stack: Stack) -> dict[str, np.ndarray]:
         f"gradient of {p.name}": host(p.grad) for p in model.parameters}
 
 
-def _collect(parts: list[Quantity], grid, words: int) -> dict[str, list[PlacedBlock]] | None:
+def _collect(parts: list[_Quantity], grid, words: int) -> dict[str, list[PlacedBlock]] | None:
     """Gather the blocks of all ranks on rank 0, by quantity; of equal copies only the first."""
     blocks, keys = [], []
     for part in parts:
@@ -148,7 +132,7 @@ def _collect(parts: list[Quantity], grid, words: int) -> dict[str, list[PlacedBl
     return found if grid.rank == 0 else None
 
 
-def _batches(parts: list[Quantity], most: int) -> list[list[int]]:
+def _batches(parts: list[_Quantity], most: int) -> list[list[int]]:
     """Group the indices of the parts: at most `most` words a group, or one part."""
     batches, words = [], most
     for k, part in enumerate(parts):

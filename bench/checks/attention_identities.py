@@ -30,14 +30,10 @@ def multiples(rounding: str) -> dict[str, int]:
 
 
 def check_forward(errors: Any, layer: Any, x: np.ndarray, y: np.ndarray) -> None:
-    """Check the output `y` of queries, keys and values `x`.
+    """Check the output `y` of queries, keys and values `x`, blocks of this rank.
 
-    Parameters
-    ----------
-    errors : bench.checks.layer_errors.LayerErrors
-        Keeps the errors and draws the samples.
-    x, y : ndarray
-        (batch, seq, 3, features) and (batch, seq, features), blocks of this rank.
+    They are (batch, seq, features) and (batch, seq, 3, features); `errors`, the
+    `bench.checks.layer_residuals.LayerErrors`, keeps the errors and draws the samples.
     """
     sequence, heads = _sample(errors, layer, y)
     if sequence is None:

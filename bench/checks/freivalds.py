@@ -23,14 +23,7 @@ ROWS = 4
 class DistributedMatrix:
     """A matrix whose every element lies on exactly one rank.
 
-    Attributes
-    ----------
-    block : ndarray
-        This rank's block.
-    place : tuple of slice, or of ndarray of int
-        The block's place in the global matrix: its rows and its columns.
-    shape : tuple of int
-        Global shape.
+    `place` is that of this rank's block, its rows and its columns, in the matrix of global shape.
     """
 
     block: np.ndarray
@@ -44,19 +37,9 @@ class DistributedMatrix:
         return replace(self, block=self.block.T, place=self.place[::-1], shape=self.shape[::-1])
 
     def times(self, x: np.ndarray, absolute: bool = False) -> np.ndarray:
-        """Multiply by a global matrix of few columns in float64.
+        """Multiply by a global matrix of few columns in float64, the same on every rank.
 
-        Parameters
-        ----------
-        x : ndarray
-            The same on every rank.
-        absolute : bool
-            Whether to multiply the absolute values of this matrix instead.
-
-        Returns
-        -------
-        ndarray
-            The global product, the same on every rank.
+        With `absolute` the absolute values of this matrix are multiplied instead.
         """
         out = np.zeros((self.shape[0], x.shape[1]))
         rows, columns = self.place
@@ -70,19 +53,10 @@ class DistributedMatrix:
 def check_product(name: str, left: DistributedMatrix, right: DistributedMatrix,
                   result: DistributedMatrix, seed: int, dtype: str,
                   eps: float | None = None) -> list[Check]:
-    """Compare `result` with the product of `left` and `right`.
+    """Compare C, `result`, with the product of A and B; every rank calls this with its blocks.
 
-    Parameters
-    ----------
-    left, right, result : DistributedMatrix
-        A, B and C; every rank calls this with its own blocks.
-    eps : float, optional
-        Relative rounding error of the factors; that of `dtype` unless given.
-
-    Returns
-    -------
-    list of Check
-        The same on every rank; errors are multiples of |A||B|.
+    `eps` is the relative rounding error of the factors; that of `dtype` unless given.  Errors are
+    multiples of |A||B|, and the checks the same on every rank.
     """
     random = np.random.default_rng(seed)
     tolerance = MULTIPLE * (eps or EPS[dtype])

@@ -35,12 +35,7 @@ def check_collective(split: Split, kind: str, step: Callable[[], Array | None], 
     a : Array
         This rank's block of an all-gather, the whole array otherwise; it is overwritten.
     comm : mpi4py.MPI.Intracomm
-        The ranks of all lines of the axis.
-
-    Raises
-    ------
-    WrongResult
-        On all ranks of `comm`, when the result of one is wrong.
+        The ranks of all lines of the axis, which all raise WrongResult if one has a wrong result.
     """
     axis, shape = split.axis, (*a.shape[:-1], split.extent)
     start = sum(split.counts[:axis.rank])
@@ -80,17 +75,8 @@ def check_own_product(name: str, matrices: tuple[Array, Array, Array], seed: int
                       eps: float | None = None) -> list[Check]:
     """Compare each rank's own C with A B by a random vector and some rows.
 
-    Parameters
-    ----------
-    matrices : tuple of Array
-        A, B and C, each whole on this rank.
-    eps : float, optional
-        Relative rounding error of the factors; that of C's dtype unless given.
-
-    Raises
-    ------
-    WrongResult
-        On all ranks of `comm`, when the product of one is wrong.
+    A, B and C are each whole on this rank; `eps` is the relative rounding error of the factors,
+    that of C's dtype unless given.  All ranks of `comm` raise WrongResult if one is wrong.
     """
     hosts = (backends.backend_of(a).to_host(a) for a in matrices)
     A, B, C = (DistributedMatrix(block, tuple(map(slice, (0, 0), block.shape)), block.shape,

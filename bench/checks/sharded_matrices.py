@@ -18,12 +18,7 @@ class ShardedMatrix:
     All products are computed in float64 and are the same on every rank.  Results have the copies
     as their first dimension: entry k is computed from the k-th copy of every block.
 
-    Parameters
-    ----------
-    block : array
-        This rank's block.
-    grid : Grid
-        The ranks; every method is collective.
+    Every method is collective; `block` is this rank's.
     """
 
     def __init__(self, block: Any, layout: Layout, shape: tuple[int, ...], row_dims: int,

@@ -31,17 +31,8 @@ SOME_ROWS = ("y in some rows", "dx in some rows")
 def beside_serial(rounding: str, layers: int) -> tuple[float, float]:
     """Return the relative errors that outputs and gradients may have beside the serial scheme.
 
-    Parameters
-    ----------
-    rounding : str
-        Precision of the numbers: the dtype, or "tf32" where products of float32 round to it.
-    layers : int
-        The number of the model's layers, through which roundings add up.
-
-    Raises
-    ------
-    KeyError
-        For an unknown precision.
+    `rounding` is the precision of the numbers: the dtype, or "tf32" where products of float32
+    round to it, KeyError for an unknown one.  Roundings add up through the layers.
     """
     if rounding in SERIAL:
         return SERIAL[rounding]
@@ -51,13 +42,8 @@ def beside_serial(rounding: str, layers: int) -> tuple[float, float]:
 def layer_by_layer(rounding: str, layers: int) -> dict[str, float]:
     """Return the errors that pass, by the names of the checks of a step of a Transformer.
 
-    Parameters
-    ----------
-    rounding : str
-        Precision of the products: the model's dtype, or "tf32".  Tolerances of an unknown one
-        are NaN, which no error passes.
-    layers : int
-        The number of the model's layers, each of which has checks of its own.
+    `rounding` is the precision of the products: the model's dtype, or "tf32".  Tolerances of an
+    unknown one are NaN, which no error passes.
     """
     eps = EPS.get(rounding, math.nan)
     row = ROW * (EPS["float32"] if rounding == "tf32" else eps)

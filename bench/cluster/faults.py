@@ -21,15 +21,10 @@ from pyroute2 import IPRoute
 HEAD = 1    # the process that built the cluster; its namespaces hold the switch
 
 
-def set_link_rate(node: int, link: float | None) -> None:
-    """Change the rate of the link of a node, in both directions.
+def _set_link_rate(node: int, link: float | None) -> None:
+    """Change the bit/s of the link of a node in both directions, None for no limit.
 
     What waits in its queues is lost; TCP sends it again.
-
-    Parameters
-    ----------
-    link : float or None
-        Bit/s; None for no limit.
     """
     cluster, holder = _find_node(node)
     _limit_device(f"node-{node}", link)
@@ -46,17 +41,17 @@ def set_link_rate(node: int, link: float | None) -> None:
         raise OSError(f"the link of node {node} cannot be changed at its node")
 
 
-def set_all_rates(link: float | None) -> None:
-    """Change the rate of all links, from a process on any node; see `set_link_rate`."""
+def _set_all_rates(link: float | None) -> None:
+    """Change the rate of all links, from a process on any node."""
     cluster = Cluster.from_environment()
     if cluster is None:
         raise UsageError("rates of links are changed inside an emulated cluster")
     namespaces.enter(HEAD)
     for node in range(cluster.nodes):
-        set_link_rate(node, link)
+        _set_link_rate(node, link)
 
 
-def kill_node(node: int) -> None:
+def _kill_node(node: int) -> None:
     """Cut the link of a node, and kill all its processes: others hear nothing of their end."""
     _, holder = _find_node(node)
     _set_state(node, "down")
@@ -70,19 +65,16 @@ def kill_node(node: int) -> None:
 def main(words: Sequence[str]) -> None:
     """Run the command line: a fault, a node, and the rate of a slow link.
 
-    Raises
-    ------
-    UsageError
-        When it cannot be read, or this is no emulated cluster.
+    Raises UsageError when it cannot be read, or this is no emulated cluster.
     """
     faults: dict[str, Callable[[int], None]] = {
         # A link that is cut carries nothing more; programs are told nothing of it.
         "cut": lambda node: _set_state(node, "down"),
-        "restore": lambda node: _set_state(node, "up"), "kill": kill_node,
-        "slow": lambda node: set_link_rate(node, parse_rate(words[2]))}
+        "restore": lambda node: _set_state(node, "up"), "kill": _kill_node,
+        "slow": lambda node: _set_link_rate(node, parse_rate(words[2]))}
     name = words[0] if words else ""
     if len(words) == 3 and list(words[:2]) == ["slow", "all"]:
-        set_all_rates(parse_rate(words[2]))
+        _set_all_rates(parse_rate(words[2]))
         return
     if name not in faults or len(words) != 2 + (name == "slow") or not words[1].isdecimal():
         raise UsageError(f"{' '.join(words)!r}: cut NODE, restore NODE, kill NODE or slow NODE "
@@ -91,13 +83,7 @@ def main(words: Sequence[str]) -> None:
 
 
 def _find_node(node: int) -> tuple[Cluster, int]:
-    """Return the cluster, and the process that holds the namespaces of one of its nodes.
-
-    Raises
-    ------
-    UsageError
-        When this is not in the head of a cluster, or there is no such node.
-    """
+    """Return the cluster, and the process that holds the namespaces of one of its nodes."""
     try:
         cluster, processes = read_cluster()
     except FileNotFoundError as error:

@@ -23,6 +23,7 @@ from types import FrameType
 from typing import NoReturn
 
 from bench.cluster import namespaces
+from bench.cluster.mpirun import LIBRARY, REAL
 from bench.cluster.spec import CLUSTER_ENV, FOLDER, NETWORK, Cluster
 
 STARTED = b"started"    # what the process that asked for the cluster is told
@@ -47,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
         if not first:    # nothing is there yet that it would have to wait for
             os._exit(128 + number)
         os.kill(first, number)
-    catch(pass_on)
+    _catch(pass_on)
     if os.getppid() != int(argv[1]):
         return 1    # it has ended before it could be watched
     cluster = Cluster.from_environment({CLUSTER_ENV: argv[2]})
@@ -55,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         namespaces.map_users()
     except OSError as error:
-        return report(reports, NO_NAMESPACES.format(error.strerror.rpartition(": ")[2]))
+        return _report(reports, NO_NAMESPACES.format(error.strerror.rpartition(": ")[2]))
     namespaces.die_with_parent()    # new credentials have undone it
     ours, theirs = os.pipe()
     first = os.fork()
@@ -67,51 +68,51 @@ def main(argv: Sequence[str]) -> int:
             os.read(ours, 1)    # empty at once if the parent has ended already
             os._exit(1)
         except BlockingIOError:
-            run_as_init(cluster, (argv[3], argv[4]), argv[5:], reports)
+            _run_as_init(cluster, (argv[3], argv[4]), argv[5:], reports)
     reports.close()
-    return exit_status(os.waitpid(first, 0)[1])
+    return _exit_status(os.waitpid(first, 0)[1])
 
 
-def catch(handler: Callable[[int, FrameType | None], None]) -> None:
+def _catch(handler: Callable[[int, FrameType | None], None]) -> None:
     """Set the handler of `SIGNALS`, except for signals that this process ignores."""
     for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, handler)
 
 
-def report(reports: socket.socket, text: str) -> int:
+def _report(reports: socket.socket, text: str) -> int:
     """Tell the process that asked for the cluster why it cannot exist; return status 2."""
     reports.sendall(text.encode())
     return 2
 
 
-def exit_status(status: int) -> int:
+def _exit_status(status: int) -> int:
     """Convert the status from `os.waitpid` to a shell's exit status."""
     code = os.waitstatus_to_exitcode(status)
     return code if code >= 0 else 128 - code
 
 
-def run_as_init(cluster: Cluster, mpirun: tuple[str, str], command: Sequence[str],
-                reports: socket.socket) -> NoReturn:
+def _run_as_init(cluster: Cluster, mpirun: tuple[str, str], command: Sequence[str],
+                 reports: socket.socket) -> NoReturn:
     """Build the cluster, run the command, and exit with its status, as process 1."""
     from bench.cluster.links import Refused
     status = 1
     try:
-        build_cluster(cluster, mpirun)
-        status = run_in_cluster(cluster, command, reports)
+        _build_cluster(cluster, mpirun)
+        status = _run_in_cluster(cluster, command, reports)
     except Refused as error:
-        status = report(reports, str(error))
+        status = _report(reports, str(error))
     except OSError as error:
-        status = report(reports, f"the emulated cluster cannot be built: {error}")
+        status = _report(reports, f"the emulated cluster cannot be built: {error}")
     except BaseException as error:    # of netlink, whose errors have no common type
-        status = report(reports, f"the emulated cluster cannot be built: {error!r}")
+        status = _report(reports, f"the emulated cluster cannot be built: {error!r}")
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
 
 
-def build_cluster(cluster: Cluster, mpirun: tuple[str, str]) -> None:
+def _build_cluster(cluster: Cluster, mpirun: tuple[str, str]) -> None:
     """Make the file systems, the nodes and the links."""
     from bench.cluster import links, nodes
     namespaces.mount("none", "/", flags=namespaces.MS_REC | namespaces.MS_PRIVATE)
@@ -120,8 +121,8 @@ def build_cluster(cluster: Cluster, mpirun: tuple[str, str]) -> None:
     namespaces.mount("tmpfs", "/dev/shm", "tmpfs", namespaces.MS_NOSUID | namespaces.MS_NODEV,
                      "mode=1777")
     namespaces.set_hostname("head")
-    write_commands(mpirun)
-    name_hosts(cluster)
+    _write_commands(mpirun)
+    _name_hosts(cluster)
     held = nodes.Nodes(cluster)
     links.make_switch(held.processes)
     held.connect()
@@ -130,9 +131,8 @@ def build_cluster(cluster: Cluster, mpirun: tuple[str, str]) -> None:
         {"cluster": asdict(cluster), "processes": held.processes}), encoding="utf-8")
 
 
-def write_commands(mpirun: tuple[str, str]) -> None:
+def _write_commands(mpirun: tuple[str, str]) -> None:
     """Write the commands that come first on PATH inside, for an mpirun and its MPI library."""
-    from bench.cluster.mpirun import LIBRARY, REAL
     os.mkdir(FOLDER)
     real = "".join(f"{name}={shlex.quote(value)} "
                    for name, value in zip((REAL, LIBRARY), mpirun))
@@ -147,7 +147,7 @@ def write_commands(mpirun: tuple[str, str]) -> None:
         path.chmod(0o755)
 
 
-def name_hosts(cluster: Cluster) -> None:
+def _name_hosts(cluster: Cluster) -> None:
     """Let the nodes know each other's names, if this machine has a file of names."""
     if not os.path.exists("/etc/hosts"):
         return
@@ -159,7 +159,7 @@ def name_hosts(cluster: Cluster) -> None:
     namespaces.mount(str(path), "/etc/hosts", flags=namespaces.MS_BIND)
 
 
-def run_in_cluster(cluster: Cluster, command: Sequence[str], reports: socket.socket) -> int:
+def _run_in_cluster(cluster: Cluster, command: Sequence[str], reports: socket.socket) -> int:
     """Run the command, pass signals on to its processes, and return its exit status."""
     path = os.pathsep.join(filter(None, (FOLDER, os.environ.get("PATH", os.defpath))))
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
@@ -169,21 +169,21 @@ def run_in_cluster(cluster: Cluster, command: Sequence[str], reports: socket.soc
                 "PATH": path, CLUSTER_ENV: cluster.to_environment()},
             preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS))
     except OSError as error:
-        return report(reports, f"{command[0]} cannot be started: {error.strerror}")
+        return _report(reports, f"{command[0]} cannot be started: {error.strerror}")
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         try:
             os.killpg(child.pid, number)
         except ProcessLookupError:
             pass
-    catch(pass_on)
+    _catch(pass_on)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     reports.sendall(STARTED)
     reports.close()
     while True:    # orphans of the cluster end here too
         process, status = os.wait()
         if process == child.pid:
-            return exit_status(status)
+            return _exit_status(status)
 
 
 if __name__ == "__main__":

@@ -52,23 +52,20 @@ def queue_bytes(link: float) -> int:
 def make_switch(nodes: dict[int, int]) -> None:
     """Make the switch in this namespace, and a pair of devices for each node.
 
-    Parameters
-    ----------
-    nodes : dict of int to int
-        The process that holds each node's namespaces: its device ``eth0`` is there.
+    `nodes` has the process that holds each node's namespaces: its device ``eth0`` is there.
     """
-    keep_quiet()
+    _keep_quiet()
     with IPRoute() as net:
-        bring_up(net, "lo")
-        create_device(net, "a bridge", ifname=SWITCH, kind="bridge", br_mcast_snooping=0)
+        _bring_up(net, "lo")
+        _create_device(net, "a bridge", ifname=SWITCH, kind="bridge", br_mcast_snooping=0)
         bridge = index_of(net, SWITCH)
         for node, process in nodes.items():
-            create_device(net, "pairs of virtual devices (veth)", ifname=f"node-{node}",
-                          kind="veth", mtu=MTU,
-                          peer={"ifname": "eth0", "mtu": MTU, "net_ns_pid": process})
+            _create_device(net, "pairs of virtual devices (veth)", ifname=f"node-{node}",
+                           kind="veth", mtu=MTU,
+                           peer={"ifname": "eth0", "mtu": MTU, "net_ns_pid": process})
             net.link("set", index=index_of(net, f"node-{node}"), master=bridge)
         net.addr("add", index=bridge, address=f"{NETWORK}.1", prefixlen=24)
-        bring_up(net, SWITCH)
+        _bring_up(net, SWITCH)
 
 
 def open_ports(cluster: Cluster) -> None:
@@ -76,28 +73,22 @@ def open_ports(cluster: Cluster) -> None:
     with IPRoute() as net:
         for node in range(cluster.nodes):
             limit_rate(net, f"node-{node}", cluster.link)
-            bring_up(net, f"node-{node}")
+            _bring_up(net, f"node-{node}")
 
 
 def open_node(cluster: Cluster, node: int) -> None:
     """Give this namespace the address of a node, and limit and delay what it sends."""
-    keep_quiet()
-    tune_tcp()
+    _keep_quiet()
+    _tune_tcp()
     with IPRoute() as net:
-        bring_up(net, "lo")
+        _bring_up(net, "lo")
         net.addr("add", index=index_of(net, "eth0"), address=cluster.address(node), prefixlen=24)
         limit_rate(net, "eth0", cluster.link, cluster.latency)
-        bring_up(net, "eth0")
+        _bring_up(net, "eth0")
 
 
 def limit_rate(net: Any, name: str, link: float | None, latency: float = 0.0) -> None:
-    """Limit the rate at which a device sends, in bit/s, and delay what it sends.
-
-    Raises
-    ------
-    Refused
-        When the kernel lacks the filter.
-    """
+    """Limit the rate at which a device sends, in bit/s, and delay what it sends."""
     index, parent = index_of(net, name), {}
     if link is not None:
         net.link("set", index=index, gso_max_segs=burst_frames(link))
@@ -110,13 +101,7 @@ def limit_rate(net: Any, name: str, link: float | None, latency: float = 0.0) ->
 
 
 def add_filter(net: Any, kind: str, index: int, **options: Any) -> None:
-    """Add a queueing discipline to a device.
-
-    Raises
-    ------
-    Refused
-        When the kernel lacks it.
-    """
+    """Add a queueing discipline to a device; `Refused` when the kernel lacks it."""
     try:
         net.tc("add", kind, index=index, **options)
     except NetlinkError as error:
@@ -127,14 +112,8 @@ def add_filter(net: Any, kind: str, index: int, **options: Any) -> None:
                       f"{remedy}") from error
 
 
-def create_device(net: Any, what: str, **options: Any) -> None:
-    """Create a device.
-
-    Raises
-    ------
-    Refused
-        When the kernel lacks such devices.
-    """
+def _create_device(net: Any, what: str, **options: Any) -> None:
+    """Create a device; `Refused` when the kernel lacks such ones."""
     try:
         net.link("add", **options)
     except NetlinkError as error:
@@ -149,12 +128,12 @@ def index_of(net: Any, name: str) -> int:
     return net.link_lookup(ifname=name)[0]
 
 
-def bring_up(net: Any, name: str) -> None:
+def _bring_up(net: Any, name: str) -> None:
     """Let a device send and receive."""
     net.link("set", index=index_of(net, name), state="up")
 
 
-def tune_tcp() -> None:
+def _tune_tcp() -> None:
     """Let connections of this namespace send as fast as the link carries.
 
     The system's own choice may be BBR, which sends next to nothing for 200 ms every 10 seconds,
@@ -172,7 +151,7 @@ def tune_tcp() -> None:
             pass
 
 
-def keep_quiet() -> None:
+def _keep_quiet() -> None:
     """Let devices of this namespace have no IPv6, which sends by itself."""
     for which in ("all", "default"):
         try:

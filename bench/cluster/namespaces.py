@@ -26,14 +26,9 @@ def _check(status: int, what: str) -> None:
 
 
 def unshare(flags: int) -> None:
-    """Move this process into new namespaces of the kinds in `flags`.
+    """Move this process into new namespaces of the kinds in `flags`; OSError if it may not.
 
     Into one of the kind `PID` only its next children move.
-
-    Raises
-    ------
-    OSError
-        When the kernel refuses.
     """
     _check(_libc.unshare(ctypes.c_int(flags)), "new namespaces")
 
@@ -71,12 +66,7 @@ def map_users() -> None:
     """Make new user and other namespaces of a cluster's head, and map the users into them.
 
     A process of root maps all users to themselves; any other one only its own user, to root of
-    the namespace.
-
-    Raises
-    ------
-    OSError
-        When the kernel refuses.
+    the namespace.  Raises OSError when the kernel refuses.
     """
     user, group = os.geteuid(), os.getegid()
     begin, go = os.pipe()

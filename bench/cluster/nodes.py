@@ -74,14 +74,8 @@ def read_cluster() -> tuple[Cluster, dict[str, int]]:
     return Cluster(**found["cluster"]), found["processes"]
 
 
-def enter_node(name: str) -> None:
-    """Move this process into a node, which is named by its number, host name or address.
-
-    Raises
-    ------
-    SystemExit
-        When there is no such node.
-    """
+def _enter_node(name: str) -> None:
+    """Move this process into a node, which is named by its number, host name or address."""
     cluster, processes = read_cluster()
     number = re.fullmatch(r"(?:node-)?(\d{1,9})", name)
     names = {cluster.address(node): node for node in range(cluster.nodes)}
@@ -96,7 +90,7 @@ def run_on_node() -> NoReturn:
     """Run a command on a node: ``on-node NODE COMMAND...``."""
     if len(sys.argv) < 3:
         raise SystemExit("error: on-node NODE COMMAND... would do")
-    enter_node(sys.argv[1])
+    _enter_node(sys.argv[1])
     try:
         os.execvp(sys.argv[2], sys.argv[2:])
     except OSError as error:
@@ -108,5 +102,5 @@ def run_shell() -> NoReturn:
     words = sys.argv[1:]
     while words and words[0].startswith("-"):
         del words[0]
-    enter_node(words[0])
+    _enter_node(words[0])
     os.execv("/bin/sh", ["sh", "-c", " ".join(words[1:])])

@@ -16,11 +16,7 @@ def change_links(link: float | None) -> None:
     """Set the bit/s of all links of this cluster, None for no limit, from a rank on any node.
 
     Nothing should be on its way: what waits in the queues of links is lost, and sent again.
-
-    Raises
-    ------
-    OSError
-        When the kernel refuses.
+    Raises OSError when the kernel refuses.
     """
     # A process of its own: this one may have threads, and must stay in its namespaces.
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from types import FrameType
 
 from bench.cluster.head import ROOT, SIGNALS, STARTED
-from bench.cluster.launchers import find_launcher
+from bench.cluster.mpirun import find_launcher
 from bench.cluster.spec import Cluster
 from bench.errors import UsageError, as_usage_error
 from mm3d import launcher
@@ -25,27 +25,15 @@ PROBE_SECONDS = 60    # that `mpi_refusal` waits for ranks
 
 def run_inside(cluster: Cluster, command: Sequence[str], pass_signals: bool = True,
                **streams: int) -> int:
-    """Run a command in a new emulated cluster, which is gone when this returns.
+    """Run a command in a new emulated cluster, which is gone when this returns its exit status.
 
-    The cluster also ends when this process is killed.
+    The cluster also ends when this process is killed.  Signals that ask this process to end may be
+    passed on to the command, which then has `GRACE` seconds, instead of ending it at once.
+    `streams` are those of `subprocess.Popen`, by default this process'.  The status is 128 and its
+    number when a signal has ended the command.
 
-    Parameters
-    ----------
-    pass_signals : bool
-        Pass signals that ask this process to end on to the command, which then has `GRACE`
-        seconds, instead of ending this process at once.
-    **streams
-        ``stdin``, ``stdout``, ``stderr`` of `subprocess.Popen`, by default those of this process.
-
-    Returns
-    -------
-    int
-        The exit status of the command; 128 and its number when a signal has ended it.
-
-    Raises
-    ------
-    UsageError
-        When this machine cannot, the command cannot be started, or this is inside one already.
+    Raises UsageError when this machine cannot, the command cannot be started, or this is inside a
+    cluster already.
     """
     if sys.platform != "linux":
         raise UsageError("emulated clusters need Linux")
@@ -97,17 +85,9 @@ def mpi_refusal(cluster: Cluster) -> str:
 def run_verb_inside(cluster: Cluster, words: Sequence[str], on_all_ranks: bool) -> int:
     """Run ``python -m bench WORDS`` in a new emulated cluster; return its exit status.
 
-    Parameters
-    ----------
-    words : sequence of str
-        The verb and its options, ``--cluster`` included: inside it is known to be fulfilled.
-    on_all_ranks : bool
-        Whether ``mpirun`` is to start the verb, on as many ranks as the cluster has room for.
-
-    Raises
-    ------
-    UsageError
-        Under ``mpirun``, and as `run_inside`.
+    ``--cluster`` is among the words: inside it is known to be fulfilled.  `on_all_ranks` is
+    whether ``mpirun`` is to start the verb, on as many ranks as the cluster has room for.  Raises
+    UsageError under ``mpirun``, and as `run_inside`.
     """
     refuse_launcher(f"--cluster {cluster}")
     command = [sys.executable, "-m", "bench", *words]
@@ -126,7 +106,7 @@ def _start(cluster: Cluster, command: Sequence[str], reports: socket.socket,
            streams: dict[str, int]) -> subprocess.Popen:
     """Start the process that builds the cluster, in a session of its own."""
     words = [sys.executable, "-m", "bench.cluster.head", str(reports.fileno()), str(os.getpid()),
-             cluster.to_environment(), *find_mpirun(), *command]
+             cluster.to_environment(), *_find_mpirun(), *command]
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return subprocess.Popen(
         words, pass_fds=[reports.fileno()], start_new_session=True, **streams,
@@ -134,14 +114,8 @@ def _start(cluster: Cluster, command: Sequence[str], reports: socket.socket,
         | {"PYTHONPATH": os.pathsep.join(paths)})
 
 
-def find_mpirun() -> tuple[str, str]:
-    """Return the path of the mpirun of this environment, and the name of its MPI library.
-
-    Raises
-    ------
-    UsageError
-        When there is none, or it is neither MPICH's nor Open MPI's.
-    """
+def _find_mpirun() -> tuple[str, str]:
+    """Return the path of the mpirun of this environment, and the name of its MPI library."""
     with as_usage_error(FileNotFoundError):
         mpirun = launcher.mpirun_command(1)[0]
     about = subprocess.run([mpirun, "--version"], capture_output=True,
@@ -158,10 +132,7 @@ def _pass_signals(head: subprocess.Popen,
                   signals: Iterable[int]) -> Iterator[tuple[threading.Event, list[int]]]:
     """Pass signals on to the command; before it has started they end the cluster.
 
-    Yields
-    ------
-    threading.Event, list of int
-        To be set when the command has started; the signals that came.
+    Yields an event to be set when the command has started, and the signals that came.
     """
     started, received = threading.Event(), []
     timers: list[threading.Timer] = []

@@ -27,21 +27,10 @@ GREATEST_LATENCY = 10.0                  # seconds
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes on one switch, each with a link of its own to it.
+    """Nodes on one switch, each with a link of its own to it; UsageError if it cannot be built.
 
-    Attributes
-    ----------
-    ranks : int
-        Ranks on a node, at most.
-    link : float or None
-        Rate of each link in bit/s, in each direction; None for no limit.
-    latency : float
-        Seconds by which a link delays what its node sends.
-
-    Raises
-    ------
-    UsageError
-        When it cannot be built.
+    A node has at most so many ranks.  The rate of its link is in bit/s in each direction, None for
+    no limit, and delays what it sends by the latency, in seconds.
     """
 
     nodes: int
@@ -64,8 +53,7 @@ class Cluster:
 
     @classmethod
     def parse(cls, text: str) -> Cluster:
-        """Read nodes x ranks, link and latency: ``16x4``, ``16x4:200Mbit``, ``16x4:200Mbit,1ms``.
-        """
+        """Read nodes x ranks, link and latency, such as ``16x4``, ``16x4:200Mbit,1ms``."""
         found = re.fullmatch(r"(\d{1,9})x(\d{1,9})(?::([^,]*)(?:,(.*))?)?", text)
         if not found:
             raise UsageError(f"cluster {text!r}: NODESxRANKS, NODESxRANKS:LINK or "
@@ -73,7 +61,7 @@ class Cluster:
                              f"16x4:1Gbit,1ms")
         return cls(int(found[1]), int(found[2]),
                    parse_rate(found[3] if found[3] is not None else UNLIMITED),
-                   parse_latency(found[4]) if found[4] is not None else 0.0)
+                   _parse_latency(found[4]) if found[4] is not None else 0.0)
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Cluster | None:
@@ -108,14 +96,14 @@ class Cluster:
 
     def __str__(self) -> str:
         """Return the text that `parse` reads."""
-        latency = f",{format_unit(self.latency, TIMES)}" if self.latency else ""
+        latency = f",{_format_unit(self.latency, TIMES)}" if self.latency else ""
         return f"{self.nodes}x{self.ranks}:{rate_text(self.link)}{latency}"
 
     def describe(self) -> str:
         """Return a heading: "emulated cluster, 16 nodes x 4 ranks, 200 Mbit/s"."""
         node, rank = ("s" * (count != 1) for count in (self.nodes, self.ranks))
         link = f"{UNLIMITED} links" if self.link is None else rate_text(self.link, " ", "/s")
-        latency = f", latency {format_unit(self.latency, TIMES, ' ')}" if self.latency else ""
+        latency = f", latency {_format_unit(self.latency, TIMES, ' ')}" if self.latency else ""
         return (f"emulated cluster, {self.nodes} node{node} x {self.ranks} rank{rank}, "
                 f"{link}{latency}")
 
@@ -124,7 +112,7 @@ def parse_rate(text: str) -> float | None:
     """Read a rate in bit/s, such as ``200Mbit``; None for ``unlimited``."""
     if text == UNLIMITED:
         return None
-    rate = parse_unit(text, RATES)
+    rate = _parse_unit(text, RATES)
     if rate is None:
         raise UsageError(f"link {text!r}: a rate in bit, kbit, Mbit or Gbit (per second) would "
                          f"do, such as 200Mbit, or {UNLIMITED}")
@@ -133,18 +121,18 @@ def parse_rate(text: str) -> float | None:
 
 def rate_text(link: float | None, space: str = "", per: str = "") -> str:
     """Format a rate, by default so that `parse_rate` reads it."""
-    return UNLIMITED if link is None else format_unit(link, RATES, space) + per
+    return UNLIMITED if link is None else _format_unit(link, RATES, space) + per
 
 
-def parse_latency(text: str) -> float:
+def _parse_latency(text: str) -> float:
     """Read a time in seconds, such as ``1ms``."""
-    latency = parse_unit(text, TIMES)
+    latency = _parse_unit(text, TIMES)
     if latency is None:
         raise UsageError(f"latency {text!r}: a time in us, ms or s would do, such as 1ms")
     return latency
 
 
-def parse_unit(text: str, units: Mapping[str, float]) -> float | None:
+def _parse_unit(text: str, units: Mapping[str, float]) -> float | None:
     """Read a number with its unit; None if the text is neither."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([A-Za-z]+)", text)
     if not found or found[2] not in units:
@@ -152,7 +140,7 @@ def parse_unit(text: str, units: Mapping[str, float]) -> float | None:
     return float(Decimal(found[1]) * Decimal(repr(units[found[2]])))
 
 
-def format_unit(value: float, units: Mapping[str, float], space: str = "") -> str:
+def _format_unit(value: float, units: Mapping[str, float], space: str = "") -> str:
     """Format a number in the largest unit that it reaches: "200Mbit"."""
     fitting = [unit for unit, size in units.items() if value >= size * (1 - 1e-9)]
     unit = fitting[-1] if fitting else next(iter(units))

@@ -1,10 +1,9 @@
 """Report the environment of every rank: the program that ``bench doctor`` starts as a child job.
 
 ``python -m bench.doctor.census census [VARIABLE ...]`` prints a line of JSON for each world of
-ranks that the launcher has made, with the values of these variables on each rank; ``python -m
-bench.doctor.census exchange`` sends device buffers between the ranks and prints whether they
-arrived.  An MPI that cannot read them may crash, so this is a
-program of its own.
+ranks that the launcher has made, with the values of these variables on each rank; ``exchange``
+sends device buffers between the ranks and prints whether they arrived.  An MPI that cannot read
+them may crash, so this is a program of its own.
 """
 
 import json
@@ -27,14 +26,10 @@ CENSUS_MARK = "mm3d-census "
 WORDS = 1 << 16    # per message: too many to be sent eagerly, too few to take time
 
 
-def find_gpus() -> dict[str, Any]:
-    """Find the bus addresses of the GPUs that this process can use.
+def _find_gpus() -> dict[str, Any]:
+    """Find the bus addresses of the GPUs that this process can use, and why CuPy cannot be used.
 
-    Returns
-    -------
-    dict
-        ``gpus``, ``gpu_source``, and in ``cupy`` why CuPy cannot be used, "" if it can.  Without
-        CuPy the GPUs are the numbers in CUDA_VISIBLE_DEVICES.
+    Without CuPy the GPUs are the numbers in CUDA_VISIBLE_DEVICES.
     """
     try:
         import cupy
@@ -48,11 +43,8 @@ def find_gpus() -> dict[str, Any]:
                 "cupy": f"{type(error).__name__}: {' '.join(str(error).split())}"}
 
 
-def own_gpu(gpus: list[str], comm) -> dict[str, str]:
-    """Return as "gpu" the one of `gpus` that this rank computes on, and any problem.
-
-    Every rank of `comm` calls it.
-    """
+def _own_gpu(gpus: list[str], comm) -> dict[str, str]:
+    """Return as "gpu" the one of `gpus` that this rank computes on; every rank calls it."""
     from mm3d.transport.nodes import create_node_communicator
     node = create_node_communicator(comm)
     number = node.rank
@@ -82,12 +74,11 @@ def take_census(*variables: str) -> list[dict[str, Any]]:
     comm = MPI.COMM_WORLD
     nodes = number_nodes(comm)
     node = nodes[comm.rank]
-    gpus = find_gpus()
-    clock = Clock(comm)
+    gpus, clock = _find_gpus(), Clock(comm)
     mine = {"size": comm.size, "node": nodes.index(node),    # numbered by its first rank
             "local_rank": nodes[:comm.rank].count(node), "ranks_on_node": nodes.count(node),
             "cores": launcher.cores(), "cpu_quota": control_groups.cpu_quota(),
-            **gpus, **own_gpu(gpus["gpus"], comm),
+            **gpus, **_own_gpu(gpus["gpus"], comm),
             "variables": {name: os.environ.get(name) for name in variables},
             "mpi": host.mpi_name(MPI.Get_library_version()),
             "best_kernels": best_kernels(), **host.describe_blas(),

@@ -38,22 +38,14 @@ class Facts:
 
     Attributes
     ----------
-    ranks : int
-        Ranks that the launcher shall start.
     launcher : list of str
         The command that starts that many ranks, without the program.
-    ranks_per_node : int
-        The most ranks on a node; 0 for any number.
-    gpus_per_node : int
-        The fewest GPUs on a node; 0 for any number.
+    ranks_per_node, gpus_per_node : int
+        The most ranks and the fewest GPUs on a node; 0 for any number.
     backend : str or None
         The array library that the ranks must be able to use.
     device_buffers : bool
         Whether MPI must read device memory itself.
-    variables : dict of str to str
-        The variables, with their values, that every rank must have.
-    modules : list of str
-        Environment modules that must be loaded.
     folder : str or None
         The folder of results, which must be writable.
     limit : float
@@ -95,13 +87,7 @@ class Facts:
         return any(rank["gpus"] for rank in self.world)
 
     def run_child_job(self, report: str, *words: str) -> tuple[list[Any], str]:
-        """Run `bench.doctor.census` under the launcher.
-
-        Returns
-        -------
-        list, str
-            The report of each world, and the problem; "" if there was none.
-        """
+        """Run `bench.doctor.census` under the launcher: the report of each world, the problem."""
         if self.seen:
             return self.read_child_job(report)
         command = [*self.launcher, sys.executable, "-m", "bench.doctor.census", report, *words]
@@ -117,7 +103,7 @@ class Facts:
         hint = shared_room.hint(self.ranks)
         if child.status and hint and shared_room.SHARED_FOLDER not in problem:
             problem += f"; {hint}"
-        return parse_reports(child.out), problem
+        return _parse_reports(child.out), problem
 
     def read_child_job(self, report: str) -> tuple[list[Any], str]:
         """Read the output of a child job that a script has run: REPORT.out, .err and .status."""
@@ -127,12 +113,12 @@ class Facts:
         except OSError as error:
             return [], f"was not started: {error.filename}: {error.strerror}"
         if not text.strip():
-            return parse_reports(out), "left no status, as on a full disk"
+            return _parse_reports(out), "left no status, as on a full disk"
         status = None if text.strip() == TIMED_OUT else int(text)
-        return parse_reports(out), describe_failure(status, err, self.limit)
+        return _parse_reports(out), describe_failure(status, err, self.limit)
 
 
-def parse_reports(out: str) -> list[Any]:
+def _parse_reports(out: str) -> list[Any]:
     """Return the report of each world from the output of a child job, but those cut short."""
     found = []
     for line in out.splitlines():
@@ -145,19 +131,11 @@ def parse_reports(out: str) -> list[Any]:
 def describe_failure(status: int | None, output: str, limit: float) -> str:
     """Describe how a child job failed, with the last line of its output that explains it.
 
-    Parameters
-    ----------
-    status : int or None
-        See `mm3d.child_process.ChildResult`.
-
-    Returns
-    -------
-    str
-        "" when the job ended with status 0.
+    It is "" for status 0; for others see `mm3d.child_process.ChildResult`.
     """
     if status == 0:
         return ""
-    said = last_error(output)
+    said = _last_error(output)
     if status is None:
         return f"did not end within {limit:g} seconds{f': {said}' if said else ''}"
     how = f"signal {-status}" if status < 0 else f"status {status}"
@@ -166,7 +144,7 @@ def describe_failure(status: int | None, output: str, limit: float) -> str:
     return f"ended with {how}: {said or 'it said nothing'}"
 
 
-def last_error(output: str) -> str:
+def _last_error(output: str) -> str:
     """Return the line of a child job's output that explains its failure best; "" for none."""
     # A traceback stands between dashes that are no pair, as of several ranks.
     output = BLOCK.sub(lambda block: block[0] if "Traceback" in block[1] else " ".join(

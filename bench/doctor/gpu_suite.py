@@ -24,38 +24,19 @@ ROOT = Path(bench.__file__).parents[1]    # where the tests are
 
 @dataclass(frozen=True)
 class SuiteStep:
-    """A program to run.
-
-    Attributes
-    ----------
-    limit : float
-        Seconds that it may take.
-    settings : dict of str to str
-        Variables that are added to its environment.
-    """
+    """A program to run within `limit` seconds, with variables added to its environment."""
 
     name: str
     command: list[str]
     limit: float
     settings: Mapping[str, str] = field(default_factory=dict)
 
-    @property
-    def tests(self) -> bool:
-        """Whether pytest runs it, whose status is 0 even when it skips all tests."""
-        return "pytest" in self.command
-
 
 def list_steps(out: Path, ranks: int, limit: float, rehearse: bool) -> list[SuiteStep]:
     """List the steps in their order: short and telling ones first.
 
-    Parameters
-    ----------
-    ranks : int
-        Ranks of the jobs of several ranks; they may share GPUs.
-    limit : float
-        Seconds that a measurement or the tests may take; a self-test may take half of them.
-    rehearse : bool
-        Whether to run on NumPy, without a GPU.
+    Jobs of several ranks may share GPUs.  A measurement or the tests may take `limit` seconds, a
+    self-test half of them.  A rehearsal runs on NumPy, without a GPU.
     """
     python, library = [sys.executable, "-m"], "numpy" if rehearse else "cupy"
     job = launcher.mpirun_command(ranks, *python)
@@ -89,33 +70,29 @@ def select_steps(steps: Sequence[SuiteStep], only: str | None) -> list[SuiteStep
     return [step for step in steps if step.name in asked]
 
 
-def run_step(step: SuiteStep, log: Path) -> str:
+def _run_step(step: SuiteStep, log: Path) -> str:
     """Run a step, with its output in `log`; return how it failed, "" if it did not."""
     variables = launcher.environment_without_launcher() | launcher.mpirun_settings()
-    child = run_child(step.command, step.limit, log, cwd=ROOT, env={**variables, **step.settings},
-                      with_parent=True)
+    try:
+        child = run_child(step.command, step.limit, log, cwd=ROOT,
+                          env={**variables, **step.settings}, with_parent=True)
+    except OSError as error:    # the program is not there
+        return str(error)
     return describe_failure(child.status, child.out, step.limit)
 
 
 @dataclass(frozen=True)
 class SuiteOutcome:
-    """The end of a step.
+    """The end of a step: how it failed, "" when it ended well, and the last line of its log.
 
-    Attributes
-    ----------
-    problem : str
-        How it failed; "" when it ended well.
-    last_line : str
-        The last line of its log: of tests, the numbers that passed and were skipped.
-    skipped : bool
-        Whether pytest skipped all of its tests, which proves nothing.
+    It is `skipped` if pytest skipped all of its tests, which proves nothing.
     """
 
     name: str
     seconds: float
     problem: str
     last_line: str
-    skipped: bool = False
+    skipped: bool
 
     def __str__(self) -> str:
         state = "failed" if self.problem else "skipped" if self.skipped else "ok"
@@ -128,14 +105,11 @@ def run_steps(steps: Sequence[SuiteStep], out: Path) -> Iterator[SuiteOutcome]:
     out.mkdir(parents=True, exist_ok=True)
     with (out / "summary.txt").open("w", encoding="utf-8") as summary:
         for step in steps:
-            begun = time.monotonic()
-            log = out / f"{step.name}.log"
-            try:
-                problem = run_step(step, log)
-            except OSError as error:    # the program is not there
-                problem = str(error)
+            begun, log = time.monotonic(), out / f"{step.name}.log"
+            problem = _run_step(step, log)
             took, said = time.monotonic() - begun, _last_line(log)
-            skipped = step.tests and "skipped" in said and "passed" not in said
+            # The status of pytest is 0 even when it skips all tests.
+            skipped = "pytest" in step.command and "skipped" in said and "passed" not in said
             outcome = SuiteOutcome(step.name, took, problem, said, skipped)
             summary.write(f"{outcome}\n")
             summary.flush()

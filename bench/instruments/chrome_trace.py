@@ -19,15 +19,7 @@ NANO = 10 ** 9
 
 def make_trace(spans: Sequence[Sequence[Span]], names: Sequence[str], title: str,
                about: dict[str, Any]) -> dict[str, Any]:
-    """Make the trace of all ranks.
-
-    Parameters
-    ----------
-    spans : sequence of sequence of Span
-        The spans of each rank, on one clock.
-    about : dict
-        Further data, put under ``otherData``.
-    """
+    """Make the trace of all ranks, whose spans are on one clock; `about` is its ``otherData``."""
     first = min((span.start for track in spans for span in track), default=0.0)
     events: list[dict[str, Any]] = [_metadata("process_name", 0, name=title)]
     for rank, (track, name) in enumerate(zip(spans, names, strict=True)):
@@ -56,17 +48,7 @@ def _complete(span: Span, rank: int, first: float) -> dict[str, Any]:
 def gather_trace(spans: list[Span], grid: Any, clock: Clock, title: str) -> dict[str, Any] | None:
     """Make the trace of all ranks of `grid`, on rank 0; each must call this with its own spans.
 
-    Parameters
-    ----------
-    spans : list of Span
-        The spans of this rank, on `clock`.
-    clock : Clock
-        Rank 0's clock on every rank; the trace states its error.
-
-    Returns
-    -------
-    dict or None
-        See `make_trace`; None on the other ranks.
+    They are on `clock`, whose error the trace states.  Returns None on the other ranks.
     """
     place = ", ".join(map(str, grid.coords.values()))
     everyone = grid.comm.gather((spans, f"rank {grid.rank} ({place})", clock.offset,
@@ -164,8 +146,7 @@ def _track_problems(events: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def group_tracks(events: list[dict[str, Any]]) -> dict[tuple[int, int], list[dict[str, Any]]]:
-    """Return the spans by process and track, in the order in which they begin, outer ones first.
-    """
+    """Return the spans by process and track as they begin, outer ones first."""
     found: dict[tuple[int, int], list[dict[str, Any]]] = {}
     for one in events:
         if one["ph"] == "X":
@@ -182,13 +163,7 @@ def nanoseconds(event: dict[str, Any]) -> tuple[int, int]:
 
 
 def read_trace(path: str | Path) -> dict[str, Any]:
-    """Read a trace that this program has written.
-
-    Raises
-    ------
-    StoreError
-        When the file is no such trace; names the first problem.
-    """
+    """Read a trace that this program has written; StoreError names the first problem of others."""
     try:
         document = json.loads(Path(path).read_bytes())
         problems = find_problems(document)

@@ -11,24 +11,11 @@ ROUND_TRIPS = 100    # of messages by which an offset is measured
 
 
 class Clock:
-    """Rank 0's clock, read on every rank, in seconds.
+    """Rank 0's clock, read on every rank, in seconds; making one is collective.
 
-    Ranks on one node share its monotonic clock.  On other nodes the offset is measured once with
-    messages to and from rank 0; the fastest round trip counts, and half of its time is the error.
-
-    Parameters
-    ----------
-    comm : mpi4py.MPI.Intracomm
-        The ranks; making a Clock is collective.
-    kernel : object, optional
-        Equal on ranks that share a clock; by default the kernel's identifier.
-
-    Attributes
-    ----------
-    offset : float
-        Seconds added to this rank's clock.
-    offset_error : float
-        The offset's largest possible error, seconds; 0 where the clock is shared.
+    Ranks on one node share its monotonic clock; `kernel` is equal on ranks that share one, by
+    default the kernel's identifier.  On other nodes the offset is measured once with messages to
+    and from rank 0; the fastest round trip counts, and half of its time is the largest error.
     """
 
     def __init__(self, comm, kernel: Any = None,

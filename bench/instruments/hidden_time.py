@@ -41,15 +41,12 @@ class _Overlap(ArrayObserver):
         self.marks: list[tuple[Any, Any]] = []
 
     def enter(self, event: Overlapped, barrier: Callable[[], None] | None = None) -> None:
-        """Mark the begin of a call."""
         self.open.append(self.backend.record_mark())
 
     def leave(self) -> None:
-        """Mark its end."""
         self.marks.append((self.open.pop(), self.backend.record_mark()))
 
     def see_result(self, event: Overlapped, given: tuple, result: Pending) -> None:
-        """Wait for the collective that has begun, if `at_once`."""
         if self.at_once:
             result.wait()
 

@@ -77,23 +77,17 @@ def default_out() -> Path:
 
 
 def describe_host(backend: str, ranks: int, mpi_library: str, command: str) -> dict[str, Setting]:
-    """Describe the environment of a run for the record.
+    """Describe the environment of a run for the record; `command` is as from `command_line`.
 
-    Parameters
-    ----------
-    backend : str
-        Name of an array library that is available here.
-    command : str
-        The command line without private data, as from `command_line`.
-
-    Notes
-    -----
     The commit is that of `source_at_start`.  Source that has changed since then is not clean: what
     was imported late was another's.
     """
     cores, local, sharing = (launcher.cores(), launcher.local_ranks(),
                              launcher.ranks_on_these_cores())
     commit, clean = source = source_at_start()
+    quota = control_groups.cpu_quota()    # which limits `cores`; in cores
+    limited = {} if quota is None else {"cpu_quota": quota,
+                                        "allowed_cores": launcher.allowed_cores()}
     tuning = {name: value for name, value in sorted(os.environ.items())
               if TUNING.fullmatch(name) and not name.startswith(CLUSTER_ENV)}
     slurm = {name: os.environ[f"SLURM_{name}"] for name in SLURM if f"SLURM_{name}" in os.environ}
@@ -107,19 +101,9 @@ def describe_host(backend: str, ranks: int, mpi_library: str, command: str) -> d
             "tuning_variables": mask_variables(tuning), "slurm": mask_variables(slurm),
             "command": command,
             "git_commit": commit, "git_clean": clean and source_version() == source,
-            **describe_quota(), **cluster_environment(Cluster.from_environment()),
+            **limited, **cluster_environment(Cluster.from_environment()),
             **backends.get(backend).describe_device(),
-            **clock_speeds(), **_versions(), **describe_blas()}
-
-
-def describe_quota() -> dict[str, Setting]:
-    """Describe for the record the quota that limits a run's ``cores``; nothing without one.
-
-    ``cpu_quota`` is in cores; ``allowed_cores`` is the number of cores without the quota.
-    """
-    quota = control_groups.cpu_quota()
-    return {} if quota is None else {"cpu_quota": quota,
-                                     "allowed_cores": launcher.allowed_cores()}
+            **_clock_speeds(), **_versions(), **describe_blas()}
 
 
 def cluster_environment(cluster: Cluster | None) -> dict[str, Setting]:
@@ -131,14 +115,12 @@ def cluster_environment(cluster: Cluster | None) -> dict[str, Setting]:
     """
     if cluster is None:
         return {}
-    with open("/proc/sys/net/ipv4/tcp_congestion_control",
-              encoding="ascii") as file:
-        congestion_control = file.read().strip()
     return {"emulated_cluster": str(cluster), "emulated_nodes": cluster.nodes,
             "emulated_ranks_per_node": cluster.ranks,
             "emulated_link_rate": math.inf if cluster.link is None else cluster.link,
             "emulated_latency": cluster.latency,
-            "emulated_congestion_control": congestion_control}
+            "emulated_congestion_control": _text(
+                Path("/proc/sys/net/ipv4/tcp_congestion_control")).strip()}
 
 
 def command_line(argv: list[str]) -> str:
@@ -163,7 +145,7 @@ def mask_variables(variables: dict[str, str]) -> str:
                     for name, value in kept.items())
 
 
-def clock_speeds() -> dict[str, Setting]:
+def _clock_speeds() -> dict[str, Setting]:
     """Read the processor's clock speeds, as far as the system states them.
 
     ``cpu_mhz``: the mean over the cores at this moment; ``cpu_mhz_least`` and ``cpu_mhz_most``:

@@ -15,7 +15,7 @@ NAME = re.compile(r"mpich_shm_[0-9a-f]+_[0-9]+|mpich_shar_tmp[A-Za-z0-9]{6}")
 
 
 @dataclass(frozen=True)
-class LeftoverSegment:
+class _Segment:
     """A file of shared memory: its path, device, inode number and size in bytes."""
 
     path: Path
@@ -24,7 +24,7 @@ class LeftoverSegment:
     bytes: int
 
 
-def open_files(process: Path) -> set[tuple[int, int]]:
+def _open_files(process: Path) -> set[tuple[int, int]]:
     """Return device and inode number of each file that a process has open.
 
     Read these before the mapped files: a file may be closed once it is mapped.
@@ -39,7 +39,7 @@ def open_files(process: Path) -> set[tuple[int, int]]:
     return found
 
 
-def abandoned_segments(folder: Path = SEGMENT_FOLDER) -> list[LeftoverSegment]:
+def abandoned_segments(folder: Path = SEGMENT_FOLDER) -> list[_Segment]:
     """List this user's segments that MPICH has named and no living process has open.
 
     The list is empty where the system is not Linux, or where a process of this user is listed in
@@ -52,7 +52,7 @@ def abandoned_segments(folder: Path = SEGMENT_FOLDER) -> list[LeftoverSegment]:
     in_use: set[tuple[int, int]] = set()
     for process in Path("/proc").glob("[0-9]*") if found else ():
         try:
-            in_use |= open_files(process) | _mapped_files(process)
+            in_use |= _open_files(process) | _mapped_files(process)
         except PermissionError:
             # The first process of a system, which may be hidden, was not started by a launcher.
             if process.name != "1" and _is_own(process):
@@ -62,7 +62,7 @@ def abandoned_segments(folder: Path = SEGMENT_FOLDER) -> list[LeftoverSegment]:
     return [one for one in found if (one.device, one.number) not in in_use]
 
 
-def remove_segments(segments: list[LeftoverSegment]) -> list[LeftoverSegment]:
+def remove_segments(segments: list[_Segment]) -> list[_Segment]:
     """Remove those of `segments` that are still abandoned, and return them."""
     folders = {one.path.parent for one in segments}
     still = {one for folder in folders for one in abandoned_segments(folder)}
@@ -72,13 +72,13 @@ def remove_segments(segments: list[LeftoverSegment]) -> list[LeftoverSegment]:
     return removed
 
 
-def describe_amount(segments: list[LeftoverSegment]) -> str:
+def describe_amount(segments: list[_Segment]) -> str:
     """Return the number of the segments and their total size, in words."""
     return (f"{len(segments)} segment{'s' * (len(segments) != 1)} of shared memory, "
             f"{sum(one.bytes for one in segments) / 1e6:.0f} MB")
 
 
-def removal_advice(segments: list[LeftoverSegment]) -> str:
+def removal_advice(segments: list[_Segment]) -> str:
     """Return a line that says how to remove the segments; "" if there are none."""
     if not segments:
         return ""
@@ -86,7 +86,7 @@ def removal_advice(segments: list[LeftoverSegment]) -> str:
             f"killed, which no process has open: python -m bench doctor --clean removes them")
 
 
-def _own(path: Path) -> LeftoverSegment | None:
+def _own(path: Path) -> _Segment | None:
     """Return the segment in a file; None if the file is not this user's, or gone."""
     try:
         status = path.lstat()
@@ -94,7 +94,7 @@ def _own(path: Path) -> LeftoverSegment | None:
         return None
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
         return None
-    return LeftoverSegment(path, status.st_dev, status.st_ino, status.st_size)
+    return _Segment(path, status.st_dev, status.st_ino, status.st_size)
 
 
 def _is_own(process: Path) -> bool:

@@ -44,15 +44,9 @@ def measure_peaks(backend: Backend, dtype: str, comm, quick: bool = False,
 
     The product is C = AB of square matrices.  The memory's rate is that of c = a + b in float32,
     whose arrays are together several times as large as the last-level caches of a node, in both
-    cases.  The bytes of a, b and c are counted once, as in STREAM's triad, without the third more
-    of a processor that reads the lines of c before it writes them (write-allocate).
-
-    Parameters
-    ----------
-    quick : bool
-        Add arrays of `LEAST` bytes, however large the caches: reports leave such a rate out.
-    count_caches, rate : callable, optional
-        By default `cache_bytes` and `best_rate`.
+    cases; a quick run adds arrays of `LEAST` bytes, and reports leave its rate out.  The bytes of
+    a, b and c are counted once, as in STREAM's triad, without the third more of a processor that
+    reads the lines of c before it writes them (write-allocate).
     """
     node = create_node_communicator(comm)
     at_work = node.bcast(min(node.size, launcher.cores()) if backend.host_buffers else node.size)
@@ -72,7 +66,7 @@ def measure_peaks(backend: Backend, dtype: str, comm, quick: bool = False,
                 share = total // working if backend.host_buffers else total
                 step, amount = (_product(backend, dtype) if name == "gemm"
                                 else add_arrays(backend, share))
-                best = (rate or best_rate)(step, amount, backend.synchronize, team)
+                best = (rate or _best_rate)(step, amount, backend.synchronize, team)
                 found[f"{name}_{who}"] = Variable(np.float64(best * working / sharing), units, ())
                 del step
         wait_patiently(comm)
@@ -116,8 +110,8 @@ def add_arrays(backend: Backend, total: int) -> TimedCall:
     return lambda: xp.add(a, b, out=c), 12 * length
 
 
-def best_rate(step: Callable[[], Any], amount: int, synchronize: Callable[[], None],
-              team) -> float:
+def _best_rate(step: Callable[[], Any], amount: int, synchronize: Callable[[], None],
+               team) -> float:
     """Measure the best rate per rank while all of `team` work at once."""
     makespan = makespan_of(step, team, synchronize, Clock(team))
     makespan(1)    # touches the memory
@@ -128,15 +122,8 @@ def best_rate(step: Callable[[], Any], amount: int, synchronize: Callable[[], No
 class StepMemory:
     """Measure the memory of every rank in one step of a model, in bytes.
 
-    Make it right before the step; call `note_saved` between forward and backward, and `group`
-    after the step, on every rank.
-
-    Parameters
-    ----------
-    model : Transformer
-        The model, with cleared gradients.
-    resident : Resident
-        Made before the model.
+    Make it right before the step, with cleared gradients; call `note_saved` between forward and
+    backward, and `group` after the step, on every rank.  `resident` is made before the model.
     """
 
     def __init__(self, model, resident: Resident) -> None:

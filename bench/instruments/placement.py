@@ -20,16 +20,10 @@ GroupSizes = dict[str, int]
 
 @dataclass(frozen=True)
 class Placement:
-    """The assignment of a grid's ranks to nodes.
+    """The assignment of a grid's ranks to nodes, both in the order of the grid.
 
-    Attributes
-    ----------
-    placement : str
-        The directions from the one that varies slowest to the one that varies fastest.
-    within_nodes : str
-        The directions of more than one rank whose lines all lie within a node.
-    node_of_rank : str
-        The number of each rank's node, in the order of the grid; nodes are numbered in that order.
+    Directions are placed from the one that varies slowest to the one that varies fastest; those
+    within nodes are of more than one rank, and all of their lines lie within a node.
     """
 
     placement: str
@@ -50,16 +44,8 @@ def words_by_direction(scheme: str, shape: GroupSizes, model: ModelSizes) -> Gro
 def direction_order(inside: str, scheme: str, shape: GroupSizes, model: ModelSizes) -> str:
     """Return the directions from slowest to fastest, so that `inside` stays within a node.
 
-    Parameters
-    ----------
-    inside : str
-        A direction, or "auto" for the one that moves the most words.  The others are ordered by
-        their words.
-
-    Raises
-    ------
-    ValueError
-        When the grid has no such direction.
+    With "auto" it is the one that moves the most words; the others are ordered by their words.
+    Raises ValueError when the grid has no such direction.
     """
     if inside != "auto" and inside not in shape:
         raise ValueError(f"--inside {inside}: the grid of scheme {scheme!r} has the directions "
@@ -72,12 +58,8 @@ def direction_order(inside: str, scheme: str, shape: GroupSizes, model: ModelSiz
 def mesh_order(mesh: GroupSizes, inside: str) -> str:
     """Return the directions of a mesh from slowest to fastest, `inside` the fastest.
 
-    The others keep their order, and with "" all do.
-
-    Raises
-    ------
-    ValueError
-        When the mesh has no such direction.
+    The others keep their order, and with "" all do.  Raises ValueError when the mesh has no such
+    direction.
     """
     if inside and inside not in mesh:
         raise ValueError(f"--inside {inside}: the mesh has the directions {', '.join(mesh)}; "

@@ -41,20 +41,15 @@ def take_samples(sample: Callable[[], float], limits: timing.Limits,
     return found[0], ended_by
 
 
-def median_intervals(samples: Sequence[Sequence[float]]) -> list[Interval]:
-    """Compute the median and its interval of each function's samples."""
-    return [median_interval(each) for each in samples]
-
-
 def take_samples_in_turns(samples: Sequence[Callable[[], Taken]], limits: timing.Limits, seed: int,
-                          comm,
-                          intervals: Callable[[list[list[Taken]]], list[Interval]]
-                          = median_intervals,
+                          comm, intervals: Callable[[list[list[Taken]]], list[Interval]]
+                          = lambda found: [median_interval(each) for each in found],
                           warmup: int = 0, now: Callable[[], float] = timing.perf_counter
                           ) -> tuple[list[list[Taken]], str]:
     """Take one sample of each in every round, in random order, until the limits are reached.
 
-    Every rank calls this; the first `warmup` rounds do not count.  `intervals` are to be narrow.
+    Every rank calls this; the first `warmup` rounds do not count.  `intervals`, by default those
+    of the medians, are to be narrow.
     """
     found: list[list[Taken]] = [[] for _ in samples]
     order = np.random.default_rng(seed)
@@ -71,10 +66,7 @@ def take_samples_in_turns(samples: Sequence[Callable[[], Taken]], limits: timing
 class Sample:
     """One sample of a side of a comparison.
 
-    Attributes
-    ----------
-    times : ndarray
-        Seconds, (ranks, ..., begin and end); NaN without a part.
+    Its times are seconds, (ranks, ..., begin and end); NaN without a part.
     """
 
     times: np.ndarray
@@ -94,10 +86,7 @@ def time_side(step: Callable[[], Any], comm, synchronize: Callable[[], None],
 
 
 def time_alone(measure: Callable[[], float], comm) -> Sample:
-    """Take a sample on rank 0 by `measure`, in seconds, while the others sleep.
-
-    Its errors are those of `bench.agreement.make_on_rank_0`.
-    """
+    """Take a sample on rank 0 by `measure`, in seconds, while the others sleep."""
     wait_patiently(comm)
     times = np.full((comm.size, 2), np.nan)
     seconds = make_on_rank_0(measure, comm, wait=wait_patiently)
@@ -124,10 +113,8 @@ def compare_in_turns(sides: Mapping[Hashable, Callable[[], Sample]], limits: tim
 
     Returns
     -------
-    samples : dict
-        The samples of each side, by round.
-    ended_by : str
-        The limit that ended the rounds.
+    dict, str
+        The samples of each side, by round; the limit that ended the rounds.
     """
     names = list(sides)
     pairs = list(ratios) or [(name, names[0]) for name in names[1:]] or [(names[0], names[0])]
@@ -209,8 +196,10 @@ def pad_samples(samples: Sequence[Sequence[float]], shape: tuple[int, ...]) -> n
 
 def samples_along(scales: dict[str, Sequence], found: Sequence[tuple[Sequence[float], str]]
                   ) -> tuple[dict[str, Sequence], dict[str, Variable]]:
-    """Return scales and variables of a record of the samples of all points along `scales`, in
-    row-major order, each with the limit that ended them."""
+    """Return scales and variables of a record of the samples of all points, in row-major order.
+
+    Each point has the limit that ended its samples.
+    """
     dims, shape = tuple(scales), tuple(map(len, scales.values()))
     samples = pad_samples([seconds for seconds, _ in found], shape)
     by_width = np.array([int(ended_by == "width") for _, ended_by in found]).reshape(shape)
@@ -221,10 +210,7 @@ def samples_along(scales: dict[str, Sequence], found: Sequence[tuple[Sequence[fl
 
 def measure_in_random_order(points: list, seed: int, measure: Callable,
                             progress: Callable[[str], None] = lambda line: None) -> list:
-    """Measure the points in random order, and return the results in the given order.
-
-    After each tenth of them `progress` is given a line.
-    """
+    """Measure the points in random order; return results in theirs, with progress by tenths."""
     found = [None] * len(points)
     for done, index in enumerate(np.random.default_rng(seed).permutation(len(points)), start=1):
         found[index] = measure(*points[index])

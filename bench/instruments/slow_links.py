@@ -8,7 +8,6 @@ other node a fast neighbour.
 from __future__ import annotations
 
 import socket
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,32 +21,8 @@ REPETITIONS = 2     # of each exchange; the faster counts
 SLOW = 3.0          # a slow node is this many times slower than the median node
 
 
-@dataclass(frozen=True)
-class SlowNode:
-    """A node that is much slower than most.
-
-    Attributes
-    ----------
-    node : int
-        The number of the node, in the order of the nodes' first ranks.
-    rate, typical : float
-        Bytes a second in each direction: its own, and those of the median node.
-    """
-
-    node: int
-    host: str
-    rate: float
-    typical: float
-
-    def describe(self) -> str:
-        """Return a line for the user."""
-        return (f"slow: node {self.node} ({self.host}) exchanges {self.rate * 8e-6:.3g} Mbit/s "
-                f"with its neighbours, the median node {self.typical * 8e-6:.3g} Mbit/s: every "
-                f"collective across nodes waits for it")
-
-
-def find_slow_nodes(comm: MPI.Intracomm) -> list[SlowNode]:
-    """Exchange messages between nodes, and return the nodes that are slow twice.
+def find_slow_nodes(comm: MPI.Intracomm) -> list[str]:
+    """Exchange messages between nodes, and return a line for each node that is slow twice.
 
     All ranks call it, and get the same.  On one or two nodes nothing is exchanged: a slow exchange
     of two does not say which one is slow.
@@ -63,16 +38,17 @@ def find_slow_nodes(comm: MPI.Intracomm) -> list[SlowNode]:
     return comm.bcast(found) or []
 
 
-def _slow_in_both(first: MPI.Intracomm) -> list[SlowNode]:
-    """Return the nodes that are slow in two measurements, on the first rank of each node."""
+def _slow_in_both(first: MPI.Intracomm) -> list[str]:
+    """Tell of the nodes that are slow in two measurements, on the first rank of each node."""
     hosts = first.allgather(socket.gethostname())
-    rates = measure_rates(first)
+    rates = _measure_rates(first)
     if not slow_nodes(rates):
         return []
-    again = measure_rates(first)    # another program may have been in the way
-    both = [node for node in slow_nodes(rates) if node in slow_nodes(again)]
-    return [SlowNode(node, hosts[node], float(again[node]), float(np.median(again)))
-            for node in both]
+    again = _measure_rates(first)    # another program may have been in the way
+    return [f"slow: node {node} ({hosts[node]}) exchanges {again[node] * 8e-6:.3g} Mbit/s with "
+            f"its neighbours, the median node {np.median(again) * 8e-6:.3g} Mbit/s: every "
+            f"collective across nodes waits for it"
+            for node in slow_nodes(rates) if node in slow_nodes(again)]
 
 
 def slow_nodes(rates: np.ndarray) -> list[int]:
@@ -80,7 +56,7 @@ def slow_nodes(rates: np.ndarray) -> list[int]:
     return np.flatnonzero(rates * SLOW < np.median(rates)).tolist()
 
 
-def measure_rates(comm: Any) -> np.ndarray:
+def _measure_rates(comm: Any) -> np.ndarray:
     """Return the rate of each node in bytes a second, for `comm` of one rank a node.
 
     Messages become longer until a typical exchange takes `ENOUGH`.

@@ -13,6 +13,7 @@ import numpy as np
 from mm3d.grid.axis import COLLECTIVES
 from mm3d.tracing.events import Collective, Event, Gemm, LayerEvent, Observer, Phase, Recomputation
 
+NAMED = {Phase: "phase", LayerEvent: "layer", Recomputation: "again"}    # by their own names
 PART_OF_KIND = {"gemm": "gemm", "layer": "elementwise", "again": "elementwise", "wait": "waiting",
                 "phase": "other"}
 
@@ -24,17 +25,13 @@ class Span(NamedTuple):
     ----------
     name : str
         Title, such as "layers.0.mlp.up" or "all-gather A along y".
-    kind : str
+    kind, phase : str
         "phase", "layer", "again" (layers that backward computes again), "gemm", "collective" or
-        "wait".
-    phase : str
-        "forward" or "backward".
+        "wait"; "forward" or "backward".
+    start, end, own : float
+        Seconds on the recorder's clock; seconds outside of the spans within this one.
     axis, collective, operand : str
         Direction, kind and operand of a collective or of the barrier before it; empty elsewhere.
-    start, end : float
-        Seconds on the recorder's clock.
-    own : float
-        Seconds outside of the spans within this one.
     bytes, flops : int
         Of a product, bytes of operands and result, and operations; of a collective, bytes of the
         whole array that is gathered, scattered, reduced or broadcast.
@@ -43,14 +40,14 @@ class Span(NamedTuple):
     name: str
     kind: str
     phase: str
-    axis: str
-    collective: str
-    operand: str
     start: float
     end: float
     own: float
-    bytes: int
-    flops: int
+    axis: str = ""
+    collective: str = ""
+    operand: str = ""
+    bytes: int = 0
+    flops: int = 0
 
     @property
     def part(self) -> str:
@@ -60,19 +57,9 @@ class Span(NamedTuple):
 
 
 class Recorder(Observer):
-    """Record the spans of this rank.
+    """Record the spans of this rank, in the order of their ends, on a clock in seconds.
 
-    Parameters
-    ----------
-    backend : Backend
-        Synchronized at both ends of every span; its profiler gets the names.
-    now : callable
-        The clock, in seconds.
-
-    Attributes
-    ----------
-    spans : list of Span
-        The spans that have ended, in the order of their ends.
+    The backend is synchronized at both ends of every span, and its profiler gets the names.
     """
 
     def __init__(self, backend: Any, now: Callable[[], float]) -> None:
@@ -83,41 +70,37 @@ class Recorder(Observer):
         """Begin the span of `event`, for a collective after a barrier of its ranks."""
         if isinstance(event, Phase):
             self._phase = event.name
-            self._begin(event.name, "phase")
-        elif isinstance(event, LayerEvent):
-            self._begin(event.name, "layer")
-        elif isinstance(event, Recomputation):
-            self._begin(event.name, "again")
+        if kind := NAMED.get(type(event)):
+            self._begin(event.name, kind)
         elif isinstance(event, Gemm):
             size = event.m * event.n + event.n * event.k + event.m * event.k
             self._begin(_shape(event), "gemm", flops=event.flops,
                         bytes=event.batch * size * np.dtype(event.dtype).itemsize)
         elif isinstance(event, Collective):
-            where = event.direction, event.kind, self._operand(event.kind)
+            operand = self._operand(event.kind)
+            where = {"axis": event.direction, "collective": event.kind, "operand": operand}
             if barrier is not None:
-                self._begin(f"wait along {event.direction}", "wait", *where)
+                self._begin(f"wait along {event.direction}", "wait", **where)
                 barrier()
                 self.leave()
-            name = " ".join(filter(None, (event.kind.replace("_", "-"), where[2],
+            name = " ".join(filter(None, (event.kind.replace("_", "-"), operand,
                                           f"along {event.direction}")))
-            self._begin(name, "collective", *where, bytes=event.bytes)
+            self._begin(name, "collective", **where, bytes=event.bytes)
 
     def leave(self) -> None:
         """End the span that began last."""
         self._backend.synchronize()
         end = self._now()
         self._backend.end_range()
-        name, kind, axis, collective, operand, size, flops, start, inner = self._open.pop()
+        name, kind, about, start, inner = self._open.pop()
         if self._open:
             self._open[-1][-1] += end - start
-        self.spans.append(Span(name, kind, self._phase, axis, collective, operand, start, end,
-                               end - start - inner, size, flops))
+        self.spans.append(Span(name, kind, self._phase, start, end, end - start - inner, **about))
 
-    def _begin(self, name: str, kind: str, axis: str = "", collective: str = "",
-               operand: str = "", bytes: int = 0, flops: int = 0) -> None:
+    def _begin(self, name: str, kind: str, **about: Any) -> None:
         self._backend.begin_range(name)
         self._backend.synchronize()
-        self._open.append([name, kind, axis, collective, operand, bytes, flops, self._now(), 0.0])
+        self._open.append([name, kind, about, self._now(), 0.0])
 
     def _operand(self, kind: str) -> str:
         """Name a collective's operand: a gradient where backward sums it or gathers that of C."""

@@ -19,12 +19,8 @@ from mm3d.tracing.observe import observed
 def trace_steps(step: timing.Step, model, repetitions: int) -> tuple[list[Span], Group | None]:
     """Repeat a `step` of `model`, perhaps 0 times, and record its spans.
 
-    Returns
-    -------
-    spans : list of Span
-        Spans of this rank in the last repetition, on the step's clock.
-    parts : Group or None
-        The group ``parts`` of a run, on rank 0; None on the other ranks, and without repetitions.
+    Returns this rank's spans in the last repetition, on the step's clock, and the group ``parts``
+    of a run on rank 0, None on the other ranks and without repetitions.
     """
     if not repetitions:
         return [], None
@@ -39,7 +35,7 @@ def trace_steps(step: timing.Step, model, repetitions: int) -> tuple[list[Span],
                 found = breakdown(spans_of_phase(recorder.spans, phase),
                                   times[p, 1] - times[p, 0], names)
                 seconds[repetition, p] = list(found.values())
-    counts = np.array([tally_parts(spans_of_phase(recorder.spans, phase), names)
+    counts = np.array([_tally_parts(spans_of_phase(recorder.spans, phase), names)
                        for phase in PHASES])
     everyone = step.comm.gather((seconds, counts))
     return recorder.spans, everyone and parts_group(*map(np.array, zip(*everyone)), names)
@@ -61,7 +57,7 @@ def spans_of_phase(spans: list[Span], phase: str) -> list[Span]:
     return [span for span in spans if span.phase == phase]
 
 
-def tally_parts(spans: list[Span], names: Sequence[str]) -> list[list[int]]:
+def _tally_parts(spans: list[Span], names: Sequence[str]) -> list[list[int]]:
     """Count calls, bytes and operations of each part in `names` (`spans.part_names`)."""
     found = {part: [0, 0, 0] for part in names}
     for span in spans:
@@ -71,14 +67,9 @@ def tally_parts(spans: list[Span], names: Sequence[str]) -> list[list[int]]:
 
 
 def parts_group(seconds: np.ndarray, counts: np.ndarray, names: Sequence[str]) -> Group:
-    """Make the group ``parts`` from seconds and counts.
+    """Make the group ``parts`` from seconds, (ranks, repetitions, phases, parts), and counts.
 
-    Parameters
-    ----------
-    seconds : ndarray
-        (ranks, repetitions, phases, parts).
-    counts : ndarray
-        Calls, bytes and operations, (ranks, phases, parts, 3).
+    These are of calls, bytes and operations, (ranks, phases, parts, 3).
     """
     ranks, repetitions = seconds.shape[:2]
     scales = {"repetition": range(repetitions), "phase": PHASES, "rank": range(ranks),

@@ -18,10 +18,7 @@ PAUSE = 0.5    # seconds between two looks for the file, which may be on a slow 
 def stop_file_exists(file: Path) -> bool:
     """Return whether a file that asks for a stop is there.
 
-    Warns
-    -----
-    UserWarning
-        Where that is unknown, such as in an unreadable folder: nothing stops then.
+    Where that is unknown, such as in an unreadable folder, it warns: nothing stops then.
     """
     try:
         file.stat()
@@ -36,12 +33,7 @@ def stop_file_exists(file: Path) -> bool:
 class Stop:
     """Decide whether a training is to stop, the same on all ranks.
 
-    Parameters
-    ----------
-    seconds : float or None
-        The time after which to stop; None for no limit.
-    file : path or None
-        Stop when this file exists, which rank 0 looks for.
+    It stops after some seconds, None for no limit, or when a file exists, which rank 0 looks for.
     """
 
     def __init__(self, comm: Any, seconds: float | None, file: str | None) -> None:
@@ -57,9 +49,9 @@ class Stop:
                       else signal.SIG_DFL)
 
     def agree(self, seconds: float) -> tuple[float, str]:
-        """Return the longest of all ranks' `seconds`, and why to stop; every rank must call it.
+        """Return the longest of all ranks' `seconds`, and why to stop: a reason, or empty.
 
-        The reason is one of `REASONS`, or empty.
+        Every rank must call it.
         """
         late, exists = self.until is not None and time.monotonic() >= self.until, False
         if self.file is not None and time.monotonic() >= self._looked + PAUSE:
@@ -69,17 +61,13 @@ class Stop:
         return float(found[0]), next((why for why, n in zip(REASONS, found[1:]) if n), "")
 
     def agree_on_signal(self) -> str:
-        """Return whether a signal came on any rank, as reason or empty; every rank must call it.
-        """
+        """Return whether a signal came on any rank, as reason or empty; all ranks call it."""
         return REASONS[0] if self.comm.allreduce(self.asked, MPI.LOR) else ""
 
 
 @contextmanager
 def stop_on_request(comm: Any, seconds: float | None, file: str | None) -> Iterator[Stop]:
-    """Return a context in which signals ask for a stop instead of ending the process.
-
-    Parameters are those of `Stop`.
-    """
+    """Return a context in which signals ask for a `Stop` instead of ending the process."""
     stop = Stop(comm, seconds, file)
     before = {number: signal.signal(number, stop.ask) for number in SIGNALS}
     try:

@@ -18,23 +18,9 @@ from mm3d.tracing.events import PHASES
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of the number of repetitions.
+    """Limits of the repetitions that count; ValueError when one is invalid.
 
-    Attributes
-    ----------
-    repetitions, max_repetitions : int
-        The least and the greatest number of repetitions that count.
-    max_seconds : float
-        Once the least number is done, no repetition begins later than this after the first that
-        counts, in seconds.
-    width : float
-        The repetitions end when the 95 % intervals of the medians are no wider than this
-        fraction of the median.
-
-    Raises
-    ------
-    ValueError
-        When a limit is invalid.
+    Once the least number is done, none begins later than `max_seconds` after the first.
     """
 
     repetitions: int = said("repeat at least this often", least=1)
@@ -78,26 +64,15 @@ class Repetitions:
     intervals : callable
         Computes the confidence intervals to which ``limits.width`` applies, from all repetitions
         that count; called on rank 0 alone.
-    warmup : int, optional
-        Repetitions before the first that counts.
-    stop, now : callable, optional
-        `stop` is called on rank 0 after each repetition, also of the warm-up; if it returns true,
-        none follows, however few there were.  `now` returns the time in seconds.
+    stop : callable, optional
+        Called on rank 0 after each repetition, also of the warm-up; if it returns true, none
+        follows, however few there were.
 
     Attributes
     ----------
     ended_by : str
         The limit that ended them, as `Limits.reached` names it; "stopped" where `stop` did; ""
         before the end.
-
-    Examples
-    --------
-    >>> found = []
-    >>> repetitions = Repetitions(limits, comm, lambda: [median_interval(found)], warmup=1)
-    >>> for counts in repetitions:
-    ...     seconds = sample()
-    ...     if counts:
-    ...         found.append(seconds)
     """
 
     def __init__(self, limits: Limits, comm, intervals: Callable[[], list[Interval]],
@@ -125,19 +100,17 @@ class Repetitions:
 
 @dataclass(frozen=True)
 class TimedSteps:
-    """The samples that `measure` has taken, on rank 0.
+    """The samples that `measure` has taken, on rank 0; seconds.
 
     Attributes
     ----------
-    samples : dict of str to ndarray
-        "forward" and "backward": seconds, (repetitions, ranks), float64.
-    late : dict of str to ndarray
-        Seconds by which each rank began after the first one, the skew that the barrier leaves, for
-        the same phases, repetitions and ranks.
+    samples, late : dict of str to ndarray
+        By phase, (repetitions, ranks), float64: what each rank took, and by how much it began
+        after the first one, the skew that the barrier leaves.
     ended_by : str
         See `Repetitions`.
     clock_resolution, clock_offset_error : float
-        Seconds, of the worst rank.
+        Of the worst rank.
     """
 
     samples: dict[str, np.ndarray]
@@ -150,15 +123,9 @@ class TimedSteps:
 class Step:
     """One timed repetition: forward, then backward.
 
-    Before each of the two all ranks meet at a barrier and the device is idle; a phase ends when
-    the device is idle again.  `prepare` and the barriers are not timed.
-
-    Parameters
-    ----------
-    synchronize : callable
-        Waits until the device has finished.
-    prepare : callable, optional
-        Called before each repetition, for example to clear gradients.
+    Before each of the two all ranks meet at a barrier and the device is idle, for which
+    `synchronize` waits; a phase ends when it is idle again.  The barriers, and `prepare`, which
+    may clear gradients before each repetition, are not timed.
     """
 
     def __init__(self, forward: Callable[[], Any], backward: Callable[[Any], Any], comm,

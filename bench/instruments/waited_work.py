@@ -34,13 +34,6 @@ class WorkClock:
     The queue runs on while the host works.  A sleep lasts longer than asked for; the excess
     shortens the next ones, so that over many sleeps the queue takes the seconds modelled.
 
-    Parameters
-    ----------
-    seconds : callable
-        Returns the modelled seconds of a product or an elementwise operation.
-    now, sleep : callable, optional
-        Return the time in seconds; sleep for a number of seconds.
-
     Attributes
     ----------
     counted : float
@@ -120,7 +113,7 @@ class WorkClock:
         self._seen = self._now()
 
 
-class WaitingNamespace(DryNamespace):
+class _WaitingNamespace(DryNamespace):
     """The functions of the array library; ranks wait for products of stacks of matrices."""
 
     def matmul(self, a: DryArray, b: DryArray, out: DryArray | None = None) -> DryArray:
@@ -130,19 +123,9 @@ class WaitingNamespace(DryNamespace):
 
 
 class WaitingBackend(DryBackend):
-    """The backend of arrays without contents whose work is waited for.
+    """The backend of arrays without contents whose work is waited for, by the clock `trace`.
 
-    Parameters
-    ----------
-    seconds : callable
-        Returns the modelled seconds of a product or an elementwise operation.
-    block : int
-        Elements that elementwise work handles at a time, see `mm3d.tracing.dry_run.trace_step`.
-
-    Attributes
-    ----------
-    trace : WorkClock
-        Counts the work and sleeps for it.
+    Elementwise work handles `block` elements at a time, see `mm3d.tracing.dry_run.trace_step`.
     """
 
     name = "waiting"
@@ -151,7 +134,7 @@ class WaitingBackend(DryBackend):
         super().__init__()
         self.kernels.calling = None    # calls of functions take no time beside their work
         self.reset(block)
-        self.xp = WaitingNamespace(self)
+        self.xp = _WaitingNamespace(self)
         self.trace = WorkClock(seconds)
 
     @property
@@ -186,7 +169,7 @@ def _product(batch: int, a: DryArray, b: DryArray) -> Gemm:
     return Gemm(batch, *a.shape[-2:], b.shape[-1], str(host_dtype(a)))
 
 
-class WaitedRequest:
+class _WaitedRequest:
     """A request of MPI that waits for the rank's own work, then for the collective `pending`."""
 
     def __init__(self, pending: Pending, clock: WorkClock) -> None:
@@ -207,7 +190,8 @@ class WaitedRequest:
 class WaitingTransport(MpiTransport):
     """Wait for the work before each collective, then move arrays of its size.
 
-    Packing and unpacking of columns is counted as work, as in a dry run.
+    Where the carrier cannot begin one, it is complete at once.  Packing and unpacking of columns
+    is counted as work, as in a dry run.
     """
 
     def __init__(self, carrier: MpiTransport, backend: WaitingBackend) -> None:
@@ -218,11 +202,9 @@ class WaitingTransport(MpiTransport):
         self.nonblocking_rooted = carrier.nonblocking_rooted
 
     def take_moved(self) -> float:
-        """Return the words that the carrier has moved since the last call."""
         return self.carrier.take_moved()
 
     def barrier(self) -> None:
-        """Wait for the work, and then until all ranks have called it."""
         self._clock.settle()
         self.carrier.barrier()
 
@@ -230,38 +212,34 @@ class WaitingTransport(MpiTransport):
         """Free nothing: the carrier does it."""
 
     def begin_all_gather(self, a: Array, dim: int, counts: list[int]) -> Pending:
-        """Start an `all_gather`; where the carrier cannot, complete it at once."""
         if not self.nonblocking:
             return Pending(self.all_gather(a, dim, counts))
         a, flat, lengths, out = self._whole(a, dim, counts)
         moving = self._carry(self.carrier.begin_all_gather, self._block(out, lengths), 0, lengths)
         return Pending(out, lambda: self._unpacked(flat, out, dim, counts),
-                       WaitedRequest(moving, self._clock), (a,))
+                       _WaitedRequest(moving, self._clock), (a,))
 
     def begin_reduce_scatter(self, a: Array, dim: int, counts: list[int]) -> Pending:
-        """Start a `reduce_scatter`; where the carrier cannot, complete it at once."""
         if not self.nonblocking:
             return Pending(self.reduce_scatter(a, dim, counts))
         flat, lengths, out = self._terms(a, dim, counts)
         moving = self._carry(self.carrier.begin_reduce_scatter, self._term(flat), 0, lengths)
-        return Pending(out, None, WaitedRequest(moving, self._clock), (flat,))
+        return Pending(out, None, _WaitedRequest(moving, self._clock), (flat,))
 
     def begin_broadcast(self, a: Array, root: int) -> Pending:
-        """Start a `broadcast`; where the carrier cannot, complete it at once."""
         if not self.nonblocking_rooted:
             return Pending(self.broadcast(a, root))
         a = self.backend.contiguous(a)
         moving = self._carry(self.carrier.begin_broadcast, self._buffer(a), root)
-        return Pending(a, request=WaitedRequest(moving, self._clock))
+        return Pending(a, request=_WaitedRequest(moving, self._clock))
 
     def begin_reduce(self, a: Array, root: int) -> Pending:
-        """Start a `reduce`; where the carrier cannot, complete it at once."""
         if not self.nonblocking_rooted:
             return Pending(self.reduce(a, root))
         out = self.backend.empty(a.shape, a.dtype) if self.rank == root else None
         moving = self._carry(self.carrier.begin_reduce,
                              self.carrier.reduce_term((a.size,), a.dtype), root)
-        return Pending(out, None, WaitedRequest(moving, self._clock),
+        return Pending(out, None, _WaitedRequest(moving, self._clock),
                        (self.backend.contiguous(a),))
 
     def _pieces(self, flat: Array, a: Array, dim: int,
@@ -311,17 +289,8 @@ def waited_work(grids: Sequence[GridAxes], seconds: WorkSeconds,
                 block: int) -> Iterator[WaitingBackend]:
     """Let models built on `grids` within the block wait for their work instead of computing it.
 
-    Parameters
-    ----------
-    grids : sequence of GridAxes
-        Grids of arrays in host memory; their transports move the bytes.
-    seconds, block
-        See `WaitingBackend`.
-
-    Yields
-    ------
-    WaitingBackend
-        The backend of the grids within the block.
+    The grids are of arrays in host memory, and their transports move the bytes; `WaitingBackend`
+    is theirs within the block.
     """
     own, backend = grids[0].backend, backends.get(WaitingBackend(seconds, block))
     axes = [axis for grid in grids for axis in grid.axes.values()]

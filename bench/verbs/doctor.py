@@ -88,14 +88,14 @@ def run(arguments: argparse.Namespace) -> int:
         mpi.start()    # for the model on this GPU
         from bench.doctor.gpu_checks import GPU_CHECKS as MORE
         checks += MORE
-    findings = [check(facts) for check in checks]
+    findings = {check.__name__: check(facts) for check in checks}
     arguments.show(list_findings(findings, facts.seen is None))
-    return int(any(one.state == FAILED for one in findings))
+    return int(any(one.state == FAILED for one in findings.values()))
 
 
-def list_findings(findings: list[Finding], explained: bool) -> list[Part]:
+def list_findings(findings: dict[str, Finding], explained: bool) -> list[Part]:
     """Make the table of all checks, and say which of them matter; `explained` in general too."""
-    failed = [one.check for one in findings if one.state == FAILED]
+    failed = [name for name, one in findings.items() if one.state == FAILED]
     columns = [Column("state"), Column("check", align="<"), Column("finding", align="<")]
     means = [f"NOT USABLE: mend {' and '.join(failed)}, and ask again." if failed else
              "Usable: no check failed."]
@@ -106,7 +106,7 @@ def list_findings(findings: list[Finding], explained: bool) -> list[Part]:
             "cluster, else on the cores at hand. A warning says what is slower or left out; what "
             "is skipped is not here, or nobody asked for it.")
     return [Table("This environment", columns,
-                  [[one.state, one.check, one.text] for one in findings]),
+                  [[one.state, name, one.text] for name, one in findings.items()]),
             Notes("What it means:", means)]
 
 

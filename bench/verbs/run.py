@@ -94,7 +94,7 @@ def run(arguments: argparse.Namespace, comm) -> int:
                 set_links(settings.dilation.link, comm, settings.dilation.change)
             slow = slow_links.find_slow_nodes(comm)
             if slow and comm.rank == 0:
-                say(*(node.describe() for node in slow))
+                say(*slow)
             # Nobody has named a row of --equal-tokens: it may be left out for lack of memory.
             spared = arguments.rows is None and one.row.like and line.startswith("left out")
             statuses.append(0 if spared else status)

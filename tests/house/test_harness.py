@@ -109,21 +109,6 @@ def test_what_is_slow_needs_an_option(run):
     assert done.stdout.count("test_first[4ranks-") == 2 and "left out" not in done.stdout
 
 
-@pytest.mark.slow
-def test_one_failure_ends_the_others_that_wait_for_it(run):
-    done = run(on_four("assert comm.rank != 2", "comm.barrier()"), limit=15)
-    assert done.returncode != 0 and "not finished" not in done.stderr
-    assert re.search(r"rank 2 of 4: test_it.py::test_it\[4ranks\]: failed.*assert 2 != 2",
-                     done.stderr, re.DOTALL), done.text
-
-
-@pytest.mark.slow
-def test_an_exit_is_a_failure(run):
-    done = run(on_four("if comm.rank == 3:", "    sys.exit(3)"))
-    assert done.returncode == 1, done.text
-    assert "failed on rank 3 of 4: SystemExit: 3" in done.stdout
-
-
 def test_a_hang_is_ended_and_every_rank_says_where_it_was(run):
     done = run(on_four("if comm.rank == 1:", "    time.sleep(1000)", "comm.barrier()"), limit=3)
     assert done.returncode != 0
@@ -144,57 +129,45 @@ def test_a_hang_of_one_rank_is_told_from_waiting(run):
     assert "failed earlier: test_it.py::test_bad" in done.stderr
 
 
-@pytest.mark.slow
-def test_the_marker_limit_overrules_the_variable(run):
-    done = run("@pytest.mark.limit(30)\ndef test_it(): time.sleep(4)\n", limit=1)
-    assert done.returncode == 0, done.text
+# What goes wrong on ranks, whether the run fails, and patterns of what it says.
+OUTCOMES = {
+    "a failure ends the others that wait for it": (
+        on_four("assert comm.rank != 2", "comm.barrier()"), True,
+        r"rank 2 of 4: test_it.py::test_it\[4ranks\]: failed.*assert 2 != 2"),
+    "an exit": (on_four("if comm.rank == 3:", "    sys.exit(3)"), True,
+                "failed on rank 3 of 4: SystemExit: 3"),
+    "pytest's exit": (on_four("if comm.rank == 1:", "    pytest.exit('enough')",
+                              "comm.barrier()"), True, "rank 1 of 4: stopped: .*enough"),
+    "a skip on all": (on_four("pytest.skip('no reason')"), False, "1 skipped"),
+    "a skip on one": (on_four("if comm.rank == 1:", "    pytest.skip('no reason')"), True,
+                      "skipped on rank 1 of 4"),
+    "the marker limit overrules the variable": (
+        "@pytest.mark.limit(30)\ndef test_it(): time.sleep(16)\n", False, "1 passed"),
+    "a fixture": (    # of a module is undone by rank 3, idle
+        "@pytest.fixture\ndef odd(comm):\n    assert comm.rank != 3\n    yield\n"
+        "    assert comm.rank != 1\n"
+        "@pytest.mark.ranks(1, 2, 4)\ndef test_it(comm, odd): pass\n"
+        "@pytest.fixture(scope='module')\ndef whole():\n    yield\n"
+        "    assert MPI.COMM_WORLD.rank != 3, 'undone'\n"
+        "@pytest.mark.ranks(4)\ndef test_whole(comm, whole): pass\n"
+        "@pytest.mark.ranks(2)\ndef test_idle(comm): pass\n", True,
+        "failed on rank 3 of 4", "failed on rank 1 of 2",
+        r"_ test_idle\[2ranks\] _+\nfailed on rank 3 of 4: AssertionError: undone"),
+    "different tests": (
+        "@pytest.mark.parametrize('n', range(MPI.COMM_WORLD.rank // 3 + 1))\n"
+        "def test_it(n): pass\n", True, "the ranks have found different tests; here 2"),
+    "the marker without the fixture": (
+        "@pytest.mark.ranks(4)\ndef test_it(): pass\n", True,
+        "the marker `ranks` is for tests that use the fixture `comm`")}
 
 
 @pytest.mark.slow
-def test_a_skip_on_all_is_a_skip_and_on_one_a_failure(run):
-    done = run(on_four("pytest.skip('no reason')"))
-    assert done.returncode == 0, done.text
-    assert "1 skipped" in done.stdout
-    done = run(on_four("if comm.rank == 1:", "    pytest.skip('no reason')"))
-    assert done.returncode == 1
-    assert "skipped on rank 1 of 4" in done.stdout
-
-
-@pytest.mark.slow
-def test_a_failure_in_a_fixture_fails_all(run):
-    done = run("@pytest.fixture\ndef odd(comm):\n    assert comm.rank != 3\n    yield\n"
-               "    assert comm.rank != 1\n"
-               "@pytest.mark.ranks(1, 2, 4)\ndef test_it(comm, odd): pass\n"
-               "@pytest.fixture(scope='module')\ndef whole():\n    yield\n"
-               "    assert MPI.COMM_WORLD.rank != 3, 'undone'\n"
-               "@pytest.mark.ranks(4)\ndef test_whole(comm, whole): pass\n"
-               "@pytest.mark.ranks(2)\ndef test_idle(comm): pass\n")    # 3 undoes it, idle
-    assert done.returncode == 1
-    assert "failed on rank 3 of 4" in done.stdout and "failed on rank 1 of 2" in done.stdout
-    assert re.search(r"_ test_idle\[2ranks\] _+\n"
-                     "failed on rank 3 of 4: AssertionError: undone", done.stdout), done.text
-
-
-@pytest.mark.slow
-def test_different_tests_on_the_ranks_end_the_run(run):
-    done = run("@pytest.mark.parametrize('n', range(MPI.COMM_WORLD.rank // 3 + 1))\n"
-               "def test_it(n): pass\n")
-    assert done.returncode != 0
-    assert "the ranks have found different tests; here 2" in done.stderr, done.text
-
-
-@pytest.mark.slow
-def test_pytest_exit_on_one_rank_ends_all(run):
-    done = run(on_four("if comm.rank == 1:", "    pytest.exit('enough')", "comm.barrier()"))
-    assert done.returncode != 0 and "not finished" not in done.stderr
-    assert re.search("rank 1 of 4: stopped: .*enough", done.stderr), done.text
-
-
-@pytest.mark.slow
-def test_the_marker_needs_the_fixture(run):
-    done = run("@pytest.mark.ranks(4)\ndef test_it(): pass\n")
-    assert done.returncode != 0
-    assert "the marker `ranks` is for tests that use the fixture `comm`" in done.text
+@pytest.mark.parametrize("what", OUTCOMES)
+def test_what_goes_wrong_on_some_ranks_is_told_of_all(run, what):
+    body, fails, *patterns = OUTCOMES[what]
+    done = run(body, limit=15)
+    assert bool(done.returncode) == fails and "not finished" not in done.stderr, done.text
+    assert all(re.search(one, done.text, re.DOTALL) for one in patterns), done.text
 
 
 def test_a_launcher_of_another_mpi_is_refused(tmp_path, write):

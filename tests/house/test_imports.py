@@ -9,6 +9,7 @@ import functools
 import gc
 import re
 import shutil
+from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Iterator
 
@@ -158,14 +159,9 @@ def test_every_room_has_a_floor(package):
 
 def test_files_have_no_circles():
     """The files can be put in an order in which each imports only those before it."""
-    left = {file: {prefix for name in imported(path) if (prefix := next(
+    TopologicalSorter({file: {prefix for name in imported(path) if (prefix := next(
         (f for f in (name, name.rpartition(".")[0]) if f in FILES), ""))} - {file}
-            for file, path in FILES.items()}
-    while left:
-        ready = [file for file, needs in left.items() if not needs & left.keys()]
-        assert ready, f"a circle among {sorted(left)}"
-        for file in ready:
-            del left[file]
+        for file, path in FILES.items()}).prepare()    # which names a circle
 
 
 def test_libraries_are_known_to_few_rooms():

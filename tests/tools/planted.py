@@ -6,7 +6,7 @@ stale.  Each is simulated on one rank, from the exact parts of the sums that ran
 
 import json
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Iterator, Mapping
 
@@ -18,7 +18,7 @@ from bench.experiments.dump.dumps import StepDump, read_dump
 from bench.experiments.dump.envelopes import Reference, measure_reference
 from bench.experiments.dump.places import FILES, LOSS, NORM, SCALARS, mask_names
 from bench.experiments.dump.tensor_files import number_type
-from bench.experiments.dump.verdicts import Verdict, judge, program_of, start_of
+from bench.experiments.dump.verdicts import Verdict, judge, program_of
 from mm3d.config import Model
 from mm3d.hugging_face.config_file import config_of
 from mm3d.hugging_face.names import tensor_shapes
@@ -26,8 +26,7 @@ from mm3d.model.architecture import Architecture
 from mm3d.model.experts.layer import Experts
 from mm3d.pretrained.files import safetensors
 from mm3d.pretrained.loading import model_pieces
-from planted_faults import Fault
-from workshop import Workshop
+from planted_faults import Fault, Workshop
 
 OPTIMIZER = {"name": "adamw", "lr": 1e-2, "betas": [0.9, 0.95], "eps": 1e-8,
              "weight_decay": 0.1, "clip": 1.0, "decayed": "all"}
@@ -45,28 +44,11 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Found:
-    """Hold a fault and what the judge said of it.
-
-    Attributes
-    ----------
-    fault : Fault
-        The fault.
-    verdict : Verdict
-        The verdict.
-    cause : str
-        The cause that was named; "" where nothing was found.
-    """
+    """Hold a fault, its verdict, and the cause that was named, "" where nothing was found."""
 
     fault: Fault
     verdict: Verdict
     cause: str
-
-    @property
-    def right(self) -> bool:
-        """Return whether the first tensor outside is the wrong one, and the cause is named."""
-        first = self.verdict.first
-        return (first is not None and first.place == self.fault.place
-                and self.fault.cause in self.cause)
 
     @property
     def right_in(self) -> str:
@@ -88,8 +70,9 @@ def make_shop(kind: str, dtype: str, comm: Any) -> Workshop:
     random = np.random.default_rng(5)
     shapes = tensor_shapes(model_pieces(family, model))
     stored = number_type(dtype)
-    weights = {name: (random.normal(0, 0.2, shape) + _is_scale(name)).astype(stored).astype(float)
-               for name, shape in sorted(shapes.items())}
+    weights = {name: (random.normal(0, 0.2, shape) + (    # those of norms are near 1
+        name.endswith("weight") and ("ln_" in name or "norm" in name))).astype(stored).astype(
+            float) for name, shape in sorted(shapes.items())}
     text = random.integers(0, model.vocab, (model.batch, model.seq + 1))
     targets = text[:, 1:].copy()
     targets[0, :9], targets[1, 3:12], targets[6, :2] = (model.ignored,) * 3
@@ -99,57 +82,32 @@ def make_shop(kind: str, dtype: str, comm: Any) -> Workshop:
     return Workshop(start, OPTIMIZERS.get(kind, OPTIMIZER), comm)
 
 
-def _is_scale(name: str) -> bool:
-    """Return whether a weight is that of a norm, which is near 1."""
-    return name.endswith("weight") and ("ln_" in name or "norm" in name)
-
-
 def dump_of(shop: Workshop, tensors: Tensors, folder: Path) -> StepDump:
-    """Write tensors as a dump, and read it."""
-    masks = {place.name: a for place, a in tensors.items() if place.kind == "mask"}
-    start = replace(shop.start, masks=masks or shop.start.masks)
-    steps = {place: a for place, a in tensors.items() if place.kind != "mask"}
-    return read_dump(write_dump(folder, start, steps, {"optimizer": shop.optimizer}))
+    """Write what was computed as a dump, and read it.
 
-
-def write_dump(folder: Path, start: Start, tensors: Tensors, about: Mapping[str, Any]) -> Path:
-    """Write a dump; return its folder.
-
-    Parameters
-    ----------
-    folder : Path
-        The folder, which is made.
-    start : Start
-        The model, its weights, and the batch.
-    tensors : dict of Place to ndarray
-        What was computed: of the type of the model, gradients and weights of that of masters.
-    about : mapping
-        The contents of ``dump.json``, beside what the model says.
+    It is of the type of the model, gradients and weights of that of masters.
     """
     folder.mkdir(parents=True)
-    model = start.model
-    more = {"dtype": model.dtype, "ignored": model.ignored} | (
+    start, model = shop.start, shop.start.model
+    about = {"dtype": model.dtype, "ignored": model.ignored, "optimizer": shop.optimizer} | (
         {"dropout": model.dropout} if model.dropout else {})
     config = config_of(model) | ({"activation_function": "gelu"} if start.erf else {})
-    for name, content in (("config", config), ("dump", more | about)):
-        text = json.dumps(content, indent=2) + "\n"
-        (folder / f"{name}.json").write_text(text, encoding="utf-8")
+    for name, content in (("config", config), ("dump", about)):
+        (folder / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
     computed, kept = number_type(model.dtype), number_type(model.master or model.dtype)
     files: dict[str, dict[str, np.ndarray]] = {
         "weights": {name: a.astype(kept) for name, a in start.weights.items()},
         "batch": {"tokens": start.tokens, "targets": start.targets},
-        "masks": {name: np.asarray(a, bool) for name, a in start.masks.items()}, SCALARS: {}}
+        FILES["mask"]: {name: np.asarray(a, bool) for name, a in start.masks.items()}, SCALARS: {}}
+    types = {"mask": bool, "activation": computed, "activation gradient": computed}
     for place, a in tensors.items():
-        if place.kind in (LOSS, NORM):
-            files[SCALARS][place.kind] = np.asarray(a, kept)
-        else:
-            narrow = place.kind in ("activation", "activation gradient")
-            files.setdefault(FILES[place.kind], {})[place.name] = np.asarray(
-                a, computed if narrow else kept)
+        file, name = ((SCALARS, place.kind) if place.kind in (LOSS, NORM) else
+                      (FILES[place.kind], place.name))
+        files.setdefault(file, {})[name] = np.asarray(a, types.get(place.kind, kept))
     for name, some in files.items():
         if some:
             write_tensors(folder / f"{name}.safetensors", some)
-    return folder
+    return read_dump(folder)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
@@ -168,7 +126,6 @@ def judge_faults(some: list[Fault], dtype: str, comm: Any) -> Iterator[Found]:
             dump = dump_of(shop, fault.plant(shop), Path(folder) / str(number))
             masked = any(place.kind == "mask" for place in dump.tensors)
             if fault.start not in references or masked:
-                references[fault.start] = measure_reference(
-                    start_of(dump), comm, program_of(dump))
+                references[fault.start] = measure_reference(dump, comm, program_of(dump))
             verdict = judge(dump, comm, references[fault.start])
             yield Found(fault, verdict, explain(dump, verdict) if verdict.first else "")

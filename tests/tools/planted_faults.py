@@ -5,19 +5,92 @@ the tensor at which it has to be found.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, Callable
+from typing import Any, Callable, Mapping
 
 import numpy as np
 
-from bench.experiments.dump.computation import Tensors, Way, compute_step, compute_update
+from bench.experiments.dump.causes import gradient_terms
+from bench.experiments.dump.computation import (Start, Tensors, Way, compute_step, compute_update)
+from bench.experiments.dump.envelopes import measure_norm
 from bench.experiments.dump.places import LOSS, NORM, TensorId, border_names
 from bench.experiments.dump.tensor_files import number_type
 from mm3d.model.layers import Linear
 from mm3d.model.rotary import Rotary
-from workshop import Workshop
 
 LAYER = "transformer.h.1"
 TABLE = "transformer.wte.weight"
+
+
+@dataclass(frozen=True)
+class Workshop:
+    """Make steps on one rank, right ones and parts of them."""
+
+    start: Start
+    optimizer: Mapping[str, Any]
+    comm: Any
+
+    @property
+    def way(self) -> Way:
+        """Return how steps are computed: another order than those of the envelope."""
+        return Way(self.start.model.dtype, self.start.model.master, 1, 99)
+
+    def step(self, start: Start | None = None, look: Callable | None = None) -> Tensors:
+        """Compute a step up to the gradients; what `look` changes is in the dump's own order."""
+        way = self.way if look is None else replace(self.way, seed=0)
+        return compute_step(start or self.start, way, self.comm, look)
+
+    def finish(self, tensors: Tensors, **optimizer: Any) -> Tensors:
+        """Add the norm and the weights after a step, as they follow from the gradients."""
+        gradients = self.gradients(tensors)
+        tensors[TensorId(NORM)] = measure_norm(gradients)[0]
+        return tensors | compute_update(self.start, self.way, self.comm, {
+            **self.optimizer, **optimizer}, gradients)
+
+    def gradients(self, tensors: Tensors) -> dict[str, np.ndarray]:
+        """Return the gradients among tensors, as the dump stores them."""
+        kept = self.start.model.master or self.start.model.dtype
+        return {place.name: np.asarray(a, kept) for place, a in tensors.items()
+                if place.kind == "gradient"}
+
+    def change_gradients(self, part: str, change: Callable[[np.ndarray], Any]) -> Tensors:
+        """Return a step with other gradients of weights whose names have a part."""
+        return self.finish({place: change(a) if place.kind == "gradient" and part in place.name
+                            else a for place, a in self.step().items()})
+
+    def with_loss(self, change: Callable[[np.ndarray], Any]) -> Tensors:
+        """Return a right step that reports another loss."""
+        tensors = self.finish(self.step())
+        return tensors | {TensorId(LOSS): change(tensors[TensorId(LOSS)])}
+
+    def with_norm(self, count: Callable[[str], int]) -> Tensors:
+        """Return a right step whose norm counts the gradients of each weight so many times."""
+        tensors = self.finish(self.step())
+        return tensors | {TensorId(NORM): np.sqrt(sum(
+            count(name) * (np.float64(a) ** 2).sum()
+            for name, a in self.gradients(tensors).items()))}
+
+    def with_gradients(self, factor: float) -> Tensors:
+        """Return a step with all gradients times a factor."""
+        tensors = self.step()
+        return self.finish({place: a * factor if place.kind.endswith("gradient") else a
+                            for place, a in tensors.items()})
+
+    def half(self, name: str, dim: int, factor: float = 1.0) -> Tensors:
+        """Return a step whose gradient of a weight is that of half the sequences or positions."""
+        terms = gradient_terms(self.start, name, dim)
+        return self.change_gradients(name, lambda a: factor * terms[:len(terms) // 2].sum(0))
+
+    def without(self, sequences: slice) -> Start:
+        """Return the start with ignored targets in some sequences."""
+        targets = self.start.targets.copy()
+        targets[sequences] = self.start.model.ignored
+        return replace(self.start, targets=targets)
+
+    def with_weight(self, name: str, change: Callable[[np.ndarray], np.ndarray]) -> Tensors:
+        """Return a step that is computed with another weight than the dump has."""
+        weights = {**self.start.weights}
+        weights[name] = change(np.array(weights[name]))
+        return self.finish(self.step(replace(self.start, weights=weights)))
 
 
 def tied_parts(shop: Workshop, embedding: float, head: float) -> Tensors:
@@ -26,7 +99,7 @@ def tied_parts(shop: Workshop, embedding: float, head: float) -> Tensors:
     whole = compute_step(shop.start, Way("float64"), shop.comm, gpts.append)
     own = np.float64(gpts[0].chains[-1].output.head.weight.grad)
     total = whole[TensorId("gradient", TABLE)]
-    return shop.with_gradient(TABLE, embedding * (total - own) + head * own)
+    return shop.change_gradients(TABLE, lambda a: embedding * (total - own) + head * own)
 
 
 def loss_over_all(shop: Workshop) -> Tensors:
@@ -220,16 +293,10 @@ def equal_masks(shop: Workshop) -> Tensors:
 
 @dataclass(frozen=True)
 class Fault:
-    """State a fault, and where it has to be found.
+    """State a fault, and where it has to be found: at the first wrong tensor.
 
     Attributes
     ----------
-    what : str
-        What is wrong.
-    plant : callable
-        Returns the tensors of a step with it.
-    place : TensorId
-        The first wrong tensor.
     cause : str
         A part of the cause that has to be named; "" where none is known.
     start : str
@@ -259,10 +326,12 @@ FAULTS = [
     Fault("norm's gradient of one shard of the sequence", lambda shop: shop.half(
         f"{LAYER}.ln_1.weight", 1), _gradient("ln_1.weight"), "parts of the positions"),
     Fault("bias's gradient summed twice, over ranks that have it all", lambda shop: (
-        shop.with_gradient(f"{LAYER}.attn.c_proj.bias", 2.0)), _gradient("attn.c_proj.bias"),
+        shop.change_gradients(f"{LAYER}.attn.c_proj.bias", lambda a: 2 * a)),
+        _gradient("attn.c_proj.bias"),
         "2 times the right one, in this gradient alone"),
-    Fault("weight's gradient lost", lambda shop: shop.with_gradient(
-        f"{LAYER}.attn.c_proj.weight", 0.0), _gradient("attn.c_proj.weight"), "all zeros"),
+    Fault("weight's gradient lost", lambda shop: shop.change_gradients(
+        f"{LAYER}.attn.c_proj.weight", np.zeros_like), _gradient("attn.c_proj.weight"),
+        "all zeros"),
     Fault("gradient of one shard of 4 lost", lambda shop: shop.change_gradients(
         f"{LAYER}.mlp.c_fc.weight", no_last_quarter), _gradient("mlp.c_fc.weight"),
         "block 3 of 4"),
@@ -278,8 +347,7 @@ FAULTS = [
     Fault("loss divided by all targets, with ignored ones", loss_over_all, TensorId(LOSS),
           "divided by all 128 targets"),
     Fault("loss: mean of 2 replicas' means", lambda shop: mean_of_means(shop, True),
-          TensorId(LOSS),
-          "mean over 2 ranks of their means"),
+          TensorId(LOSS), "mean over 2 ranks of their means"),
     Fault("gradients: mean of 2 replicas' means", lambda shop: mean_of_means(shop, False), LAST,
           "mean over 2 ranks of their means"),
     Fault("loss of one replica reported", loss_of_one, TensorId(LOSS), "rank 0 of 2 alone"),
@@ -314,8 +382,7 @@ FAULTS = [
     Fault("heads of queries on the wrong rank", swapped_heads, TensorId("activation", LAYER),
           "but the first"),
     Fault("second replica computes with a stale bias", stale_replica,
-          TensorId("activation", LAYER),
-          "sequences"),
+          TensorId("activation", LAYER), "sequences"),
     Fault("gradient of a column-parallel input not summed", partial_input_gradient,
           _gradient("ln_2.bias"), "column-parallel"),
     Fault("epsilon 1e-3 and not 1e-5", other_epsilon, TensorId("activation", "transformer.h.0"),

@@ -7,9 +7,8 @@ import numpy as np
 
 from bench.experiments.dump.computation import Tensors, Way, compute_step
 from bench.experiments.dump.places import LOSS, NORM, TensorId
-from planted_faults import (LAST, LAYER, TABLE, Fault, in_attention, lost_microbatch,
+from planted_faults import (LAST, LAYER, TABLE, Fault, Workshop, in_attention, lost_microbatch,
                             narrowed)
-from workshop import Workshop
 
 LLAMA = "model.layers.1"
 EXPERTS = f"{LLAMA}.block_sparse_moe"
@@ -81,7 +80,7 @@ def table_by_parts(shop: Workshop) -> Tensors:
     (first, head), (second, other) = parts
     a, rows = first + second + 2 * other, len(first) // 2
     a[:rows] = (2 * first + head + other)[:rows]
-    return shop.with_gradient(TABLE, a)
+    return shop.change_gradients(TABLE, lambda right: a)
 
 
 def narrow_weights(shop: Workshop) -> Tensors:

@@ -5,13 +5,16 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Callable
+from typing import Callable, Iterator
 
 import pytest
 
 from bench.instruments.leftover_memory import SEGMENT_FOLDER, abandoned_segments, remove_segments
 from mm3d import launcher
+from mm3d.arrays import backend
+from mm3d.arrays.backend import Backend
 
 ROOT = Path(__file__).parents[2]
 LIMIT = float(os.environ.get("MM3D_TEST_TIMEOUT", 120))    # seconds that a test may take
@@ -25,6 +28,26 @@ def gpu_problem() -> str:
     except ImportError:
         return "cupy is not installed"
     return "" if cupy.is_available() else "no GPU"
+
+
+@contextmanager
+def use_only(*backends: Backend) -> Iterator[None]:
+    """Use only these backends within the block, and others only after `get` makes them.
+
+    An array belongs to the first of them that owns it.  After the block the earlier backends are
+    in use again.
+    """
+    before = dict(backend._backends)
+    backend._backends.clear()
+    backend._owners.clear()
+    try:
+        for one in backends:
+            backend.get(one)
+        yield
+    finally:
+        backend._backends.clear()
+        backend._backends.update(before)
+        backend._owners.clear()
 
 
 _running: set[subprocess.Popen] = set()
@@ -67,9 +90,11 @@ def unless_refused(done: subprocess.CompletedProcess) -> subprocess.CompletedPro
     return done
 
 
-def run_in_cluster(cluster: str, *words: str, **more) -> subprocess.CompletedProcess:
+def run_in_cluster(cluster: str, *words: str, python: str = sys.executable,
+                   **more) -> subprocess.CompletedProcess:
     """Run a command in an emulated cluster as `run_python` does; see `unless_refused`."""
-    return unless_refused(run_python("-m", "bench", "cluster", cluster, "--", *words, **more))
+    return unless_refused(run_command([python, "-m", "bench", "cluster", cluster, "--", *words],
+                                      **more))
 
 
 def kill_running() -> None:

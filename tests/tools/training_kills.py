@@ -42,8 +42,10 @@ class Job:
 
     def __init__(self, folder: Path, ranks: int):
         self.folder, self.history = folder, folder / "saved" / "history.jsonl"
+        self.memory = folder.with_suffix(".shm")    # its /dev/shm
+        self.memory.mkdir(exist_ok=True)
         self.output = open(folder.with_suffix(".log"), "w+")
-        mount = [*MOUNT, str(memory_of(folder))]
+        mount = [*MOUNT, str(self.memory)]
         can_mount = shutil.which(mount[0]) and not subprocess.run(
             [*mount, "true"], stderr=subprocess.DEVNULL).returncode
         command = mount * bool(can_mount) + launcher.mpirun_command(
@@ -90,20 +92,6 @@ class Job:
                 for entry in read_entries(self.history)]
 
 
-def memory_of(folder: Path) -> Path:
-    """Return the folder that jobs of a training have as /dev/shm."""
-    found = folder.with_suffix(".shm")
-    found.mkdir(exist_ok=True)
-    return found
-
-
-def check_what_is_left(folder: Path) -> None:
-    """Remove the shared memory of killed jobs, and see that nothing else is left."""
-    remove_segments(abandoned_segments(memory_of(folder)))
-    left = [*memory_of(folder).iterdir(), *(folder / "saved").glob(".step-*")]
-    assert not left, left
-
-
 def arrays(folder: Path) -> dict[str, np.ndarray]:
     """All arrays of the newest checkpoint, by h5py alone."""
     found = {}
@@ -133,7 +121,7 @@ def train_and_kill(folder: Path, kills: int, seed: int = 0, ranks: int = 2) -> i
     whole.wait_for_lines(1)
     begins = time.monotonic() - begin
     assert whole.wait() == 0, (folder / "whole.log").read_text()
-    assert not [*memory_of(folder / "whole").iterdir()]
+    assert not [*whole.memory.iterdir()]
     expected = {json.dumps(line) for line in whole.lines()}
     weights = arrays(folder / "whole" / "saved")
     while killed < kills:
@@ -150,6 +138,8 @@ def train_and_kill(folder: Path, kills: int, seed: int = 0, ranks: int = 2) -> i
         found = arrays(own / "saved")
         assert found.keys() == weights.keys() and all(
             np.array_equal(a, weights[name]) for name, a in found.items())
-        check_what_is_left(own)
+        remove_segments(abandoned_segments(job.memory))    # of killed jobs; nothing else is left
+        left = [*job.memory.iterdir(), *(own / "saved").glob(".step-*")]
+        assert not left, left
         complete += 1
     return complete

@@ -32,11 +32,9 @@ class Start:
     Attributes
     ----------
     family : str
-        The family of names.
-    weights : mapping of str to ndarray
-        By the names of Hugging Face.
+        The family of names, such as "gpt2"; weights have those of Hugging Face.
     tokens, targets : ndarray
-        The batch.
+        The batch, (batch, seq).
     masks : mapping of str to ndarray
         Masks of dropout by module, where something is dropped.
     erf : bool
@@ -58,16 +56,10 @@ class Start:
 
 @dataclass(frozen=True)
 class Way:
-    """State how a step is computed: the type of arrays, and the order of sums.
+    """State how a step is computed: the types of arrays, and of parameters and gradients if other.
 
-    Attributes
-    ----------
-    master : str or None
-        The type of parameters and gradients, if another.
-    microbatches, seed : int
-        Micro-batches, and the seed of the order of features and sequences, 0 for their own.
-    scheme, grid : str, tuple of int or None
-        How the ranks divide it.
+    Sums are those of its micro-batches, of the order of features and sequences that a seed draws,
+    0 for their own, and of the scheme and grid that divide it among the ranks.
     """
 
     dtype: str
@@ -82,15 +74,8 @@ def compute_step(start: Start, way: Way, comm: Any,
                  look: Callable[[GPT], None] | None = None) -> Tensors:
     """Compute forward and backward; every rank of `comm` must call it.
 
-    Parameters
-    ----------
-    look : callable, optional
-        Is given the model before the step, which it may change.
-
-    Returns
-    -------
-    dict of TensorId to ndarray
-        All tensors up to the gradients' norm, global, in float64 and in the dump's order.
+    `look` is given the model before the step, which it may change.  The tensors are all up to the
+    gradients' norm, global, in float64 and in the dump's order.
     """
     order = Reordering.draw(start.model, way.seed)
     gpt = _build(start, way, comm, order)
@@ -122,7 +107,7 @@ def _build(start: Start, way: Way, comm: Any, order: Reordering) -> GPT:
     model = replace(start.model, dtype=way.dtype, master=way.master)
     gpt = GPT(Config(model, Division(scheme=way.scheme, grid=way.grid,
                                      microbatches=way.microbatches)), comm)
-    state = to_parameters(start.family, model, start.weights)
+    state = _to_parameters(start.family, model, start.weights)
     gpt.load({name: order.parameter(name, a) for name, a in state.items()})
     for layer in (layer for block in gpt.chunks[0].layers.layers for layer in block.layers):
         if start.erf and isinstance(layer, Gelu):
@@ -246,12 +231,12 @@ def compute_update(start: Start, way: Way, comm: Any, optimizer: Mapping[str, An
     """Compute the weights after a first step of an optimizer by given gradients."""
     gpt = _build(start, way, comm, Reordering.draw(start.model, 0))
     try:
-        given = to_parameters(start.family, gpt.config.model, gradients)
+        given = _to_parameters(start.family, gpt.config.model, gradients)
         for p in gpt.trained:
             block = given[p.name].reshape(p.shape)[p.layout.slices(p.grid, p.shape)]
             p.grad[...] = p.grid.backend.asarray(
                 np.ascontiguousarray(block).astype(host_dtype(p.grad)))
-        make_dumped_optimizer(gpt, optimizer, start.family).step()
+        _make_optimizer(gpt, optimizer, start.family).step()
         state = {p.name: p.gather(wide(p.master)) for p in gpt.trained}
     finally:
         gpt.free()
@@ -259,7 +244,7 @@ def compute_update(start: Start, way: Way, comm: Any, optimizer: Mapping[str, An
     return {TensorId("weight after", name): a for name, a in named.items()}
 
 
-def make_dumped_optimizer(gpt: GPT, settings: Mapping[str, Any], family: str) -> Any:
+def _make_optimizer(gpt: GPT, settings: Mapping[str, Any], family: str) -> Any:
     """Return the optimizer that settings describe, see `bench.experiments.dump.said.OPTIMIZER`.
 
     As in PyTorch every parameter decays, unless groups say otherwise.
@@ -274,8 +259,8 @@ def make_dumped_optimizer(gpt: GPT, settings: Mapping[str, Any], family: str) ->
     return AdamW(gpt, betas=tuple(settings["betas"]), eps=settings["eps"], **options)
 
 
-def to_parameters(family: str, model: Model,
-                  tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def _to_parameters(family: str, model: Model,
+                   tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Return the parameters of this library, public shapes in float64, from named tensors."""
     shapes, found = parameter_shapes(model), {}
     for name, pieces in model_pieces(family, model).items():

@@ -10,6 +10,7 @@ from typing import Any, Iterator, Mapping
 import numpy as np
 
 from bench.errors import UsageError
+from bench.experiments.dump.computation import Start
 from bench.experiments.dump.names import WRAPPERS, NameRule, arrange, find_rules, translate
 from bench.experiments.dump.places import (FILES, LOSS, NORM, SCALARS, TensorId, border_names,
                                            in_order)
@@ -22,62 +23,36 @@ from mm3d.pretrained.loading import model_pieces
 from mm3d.training.batches import check_batch
 
 
-@dataclass(frozen=True)
-class StepDump:
-    """Hold a dump, all of its tensors by the names of Hugging Face.
+@dataclass(frozen=True, kw_only=True)
+class StepDump(Start):
+    """Hold a dump: what its step begins with, in its type of computation, and what it computed.
 
     Attributes
     ----------
-    family : str
-        The family of the model, such as "gpt2".
-    model : Model
-        The model, in the dump's type of computation.
-    weights : dict of str to ndarray
-        The weights before the step.
-    tokens, targets : ndarray
-        The batch, (batch, seq).
     tensors : dict of TensorId to ndarray
         What is judged, in the order of computation.
     ranks : dict of str to int
         Along what, and among how many ranks, the program divided its work, as it says.
-    optimizer : dict or None
-        Settings of the optimizer.
     unseen : tuple of str
         What the program says that it could not see.
-    erf : bool
-        Whether GELU is that of the error function, and not of tanh.
     absent : frozenset of str
         What no optimizer changes: weights that are frozen, or have no gradient; and biases that
         the program does not have, which are 0.
     """
 
     folder: Path
-    family: str
-    model: Model
-    weights: dict[str, np.ndarray]
-    tokens: np.ndarray
-    targets: np.ndarray
     tensors: dict[TensorId, np.ndarray]
     ranks: Mapping[str, int]
     optimizer: Mapping[str, Any] | None
     unseen: tuple[str, ...]
-    erf: bool = False
-    absent: frozenset[str] = frozenset()
+    absent: frozenset[str]
 
 
 def read_dump(folder: str | Path, names: str = "huggingface") -> StepDump:
-    """Read a dump.
+    """Read a dump by a table of `bench.experiments.dump.names`, or a file of rules.
 
-    Parameters
-    ----------
-    names : str
-        A table of `bench.experiments.dump.names`, or a file of rules.
-
-    Raises
-    ------
-    UsageError
-        For a dump that is no such folder, or cannot be read, or whose tensors are missing, too
-        many, doubly named, of another shape or an unknown type.
+    Raises UsageError for a dump that is no such folder, or cannot be read, or whose tensors are
+    missing, too many, doubly named, of another shape or an unknown type.
     """
     folder = Path(folder)
     try:
@@ -131,15 +106,19 @@ def read_dump(folder: str | Path, names: str = "huggingface") -> StepDump:
         folder / f"{file}.safetensors").exists()
         for name, a in read.named(_tensors(folder, file), file).items()}
     found |= _scalars(folder)
-    places = {place: number for number, place in enumerate(in_order(read.family, model))}
+    places = {place: number for number, place in enumerate(in_order(family, model))}
     if unknown := sorted(str(place) for place in found if place.first not in places):
         raise UsageError(f"{folder}: {unknown[0]!r} is not in this model"
                          f"{f', nor {len(unknown) - 1} more' * (len(unknown) > 1)}: "
                          f"--names would do, with a table of names")
-    return StepDump(folder, read.family, model, weights, tokens, targets,
-                    {place: found[place] for place in sorted(found, key=lambda one: (
-                        places[one.first], one.rank))}, about.get("ranks", {}),
-                    optimizer, tuple(about.get("unseen", ())), erf, frozenset(absent))
+    masks = {place.name: a for place, a in found.items() if place.kind == "mask"
+             and not place.rank}
+    return StepDump(
+        family=family, model=model, weights=weights, tokens=tokens, targets=targets, masks=masks,
+        erf=erf, folder=folder, ranks=about.get("ranks", {}), optimizer=optimizer,
+        tensors={place: found[place] for place in sorted(found, key=lambda one: (
+            places[one.first], one.rank))},
+        unseen=tuple(about.get("unseen", ())), absent=frozenset(absent))
 
 
 def _said(read: "_Reading", raw: Mapping[str, np.ndarray], file: str, names: Any) -> set[str]:

@@ -32,13 +32,7 @@ DEVIATIONS = 5   # of a sum of many roundings, of which none is known better
 
 @dataclass(frozen=True)
 class Distance:
-    """Hold how far a tensor is from another: the root of the sum of squares, and the largest.
-
-    Attributes
-    ----------
-    whole, largest : float
-        Of the differences of all elements.
-    """
+    """Hold how far a tensor is from another: the root of the sum of squares, and the largest."""
 
     whole: float = 0.0
     largest: float = 0.0
@@ -73,14 +67,9 @@ class Distance:
 
 @dataclass(frozen=True)
 class Reference:
-    """Hold the exact step, and how far right steps in a type are from it.
+    """Hold the exact step, all tensors up to the norm in float64, and how far right ones are off.
 
-    Attributes
-    ----------
-    exact : dict of TensorId to ndarray
-        All tensors up to the norm, in float64.
-    spread : dict of TensorId to Distance
-        What the distance of a right step exceeds in a share `ALARMS` of dumps.
+    The distance of a right step in a type exceeds the spread in a share `ALARMS` of dumps.
     """
 
     exact: Tensors
@@ -106,7 +95,7 @@ def measure_reference(start: Start, comm: Any, program: Program | None = None) -
     """
     model = start.model
     program = program or Program(model.dtype, model.master or model.dtype)
-    exact = (compute_step(start, exact_way(comm), comm) if start.documents is None else
+    exact = (compute_step(start, _exact_way(comm), comm) if start.documents is None else
              compute_alone(start))
     own = []
     for number in range(comm.rank, SAMPLES, comm.size):
@@ -122,7 +111,7 @@ def measure_reference(start: Start, comm: Any, program: Program | None = None) -
     return Reference(exact, spread)
 
 
-def exact_way(comm: Any) -> Way:
+def _exact_way(comm: Any) -> Way:
     """Return how the ranks of `comm` compute an exact step, on the grid nearest to a cube."""
     if comm.size == 1:
         return Way("float64")
@@ -146,7 +135,7 @@ def measure_update(start: Start, comm: Any, optimizer: Mapping[str, Any],
                    gradients: Mapping[str, np.ndarray]
                    ) -> tuple[Tensors, dict[TensorId, Distance]]:
     """Return the weights after a step by given gradients, and what roundings change at most."""
-    exact = compute_update(start, exact_way(comm), comm, optimizer, gradients)
+    exact = compute_update(start, _exact_way(comm), comm, optimizer, gradients)
     unit = epsilon(start.model.master or start.model.dtype) / 2
     most = {}
     for place, a in exact.items():

@@ -96,16 +96,9 @@ LLAMA_TABLES = {"megatron-core": MEGATRON_LLAMA}
 
 @dataclass(frozen=True)
 class NameRule:
-    """State what a pattern of names stands for.
+    """State what a pattern of whole names, with a group for each number, stands for.
 
-    Attributes
-    ----------
-    pattern : re.Pattern
-        Of a whole name, with a group for each number.
-    name : str
-        The name, with {} for each number; or several, see the module.
-    arranged : tuple of str
-        How the elements are arranged, see the module.
+    The name has {} for each number, and may be several; for the arrangement see the module.
     """
 
     pattern: re.Pattern[str]

@@ -19,13 +19,7 @@ RANK_COUNTS = range(2, 17)    # of ranks that are tried
 
 @dataclass(frozen=True)
 class Region:
-    """State where a tensor is wrong: from `first` to before `end` of a dimension of `count`.
-
-    Attributes
-    ----------
-    dim, first, end, count : int
-        The dimension, and which of its numbers.
-    """
+    """State where a tensor is wrong: from `first` to before `end` of a dimension of `count`."""
 
     dim: int
     first: int

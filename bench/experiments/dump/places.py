@@ -5,7 +5,6 @@ module's name for its output.
 """
 
 from dataclasses import dataclass
-from typing import Iterator
 
 from mm3d.config import Model
 from mm3d.hugging_face.names import GPT2_PREFIXES, LLAMA_PREFIXES
@@ -83,8 +82,9 @@ def in_order(family: str, model: Model) -> list[TensorId]:
     groups = {name: [] for name in borders}
     for parameter, tensors in names.items():
         groups[_border_of(parameter, borders)] += tensors
-    backward = [place for border in reversed(borders) for place in _backward(
-        border, groups[border])]
+    backward = [place for border in reversed(borders) for place in (
+        TensorId("activation gradient", border),
+        *(TensorId("gradient", tensor) for tensor in reversed(groups[border])))]
     after = [TensorId("weight after", tensor) for tensors in names.values() for tensor in tensors]
     return [*forward, TensorId(LOSS), *backward, TensorId(NORM), *after]
 
@@ -95,10 +95,3 @@ def _border_of(parameter: str, borders: list[str]) -> str:
     if part == "layers":
         return borders[1 + int(rest.partition(".")[0])]
     return borders[{"embedding": 0, "positions": 0, "norm": -2, "head": -1}[part]]
-
-
-def _backward(border: str, tensors: list[str]) -> Iterator[TensorId]:
-    """Yield the gradient of a module's output, and those of its tensors from the last."""
-    yield TensorId("activation gradient", border)
-    for tensor in reversed(tensors):
-        yield TensorId("gradient", tensor)

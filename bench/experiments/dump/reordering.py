@@ -15,13 +15,8 @@ from bench.experiments.dump.places import TensorId
 
 @dataclass(frozen=True)
 class Reordering:
-    """State an order of features and sequences.
-
-    Attributes
-    ----------
-    hidden, inner, batch : ndarray of int
-        Which feature of the residual stream, feature inside a perceptron, and sequence stands at
-        each place.
+    """State which feature of the residual stream, feature inside a perceptron, and sequence stands
+    at each place.
     """
 
     hidden: np.ndarray
@@ -45,7 +40,7 @@ class Reordering:
         part = name.removeprefix("layers.").partition(".")[2] if (
             name.startswith("layers.")) else name
         if part.startswith("experts"):    # routing is discrete: it stays as it is
-            return _experts(part, a, self)
+            return a[:, self.hidden] if part == "experts.up.weight" else a[..., self.hidden]
         if part in ("attention.qkv.weight", "head.weight"):
             return a[self.hidden]
         if part == "mlp.up.weight":
@@ -69,8 +64,3 @@ class Reordering:
         """Return a module's output, its gradient or its mask in this order."""
         a = a[self.batch]
         return a if place.name == "lm_head" else a[..., self.hidden]
-
-
-def _experts(part: str, a: np.ndarray, order: Reordering) -> np.ndarray:
-    """Return a weight of experts, or the router's, in this order of the residual stream."""
-    return a[:, order.hidden] if part == "experts.up.weight" else a[..., order.hidden]

@@ -71,12 +71,7 @@ def is_narrow(dtype: Any) -> bool:
 class Rounder:
     """Add random errors of the size of roundings.
 
-    Parameters
-    ----------
-    seed : int
-        Of the errors.
-    inside : Rounder, optional
-        That of what is computed in a narrower type, see `Program`.
+    `inside` is the one of what is computed in a narrower type, see `Program`.
     """
 
     def __init__(self, dtype: str, seed: int, inside: "Rounder | None" = None) -> None:
@@ -88,18 +83,12 @@ class Rounder:
 
     def __call__(self, a: np.ndarray, operations: float | np.ndarray,
                  terms: int = 0) -> np.ndarray:
-        """Return `a`, changed in place.
+        """Return `a`, in float64, changed in place; what is 0 stays.
 
-        Parameters
-        ----------
-        a : ndarray
-            In float64; what is 0 stays.
-        operations : float or ndarray
-            How many roundings of its elements, of its rows' size at least: a sum of ranks' parts,
-            or a difference, is rounded by the size of its parts.
-        terms : int
-            Of how many terms each element is a sum.  Added one after another, partial sums grow:
-            half of the roundings are of the size of the result.
+        Elements are rounded `operations` times by the size of their rows at least: a sum of ranks'
+        parts, or a difference, is rounded by the size of its parts.  Each is a sum of `terms`.
+        Added one after another, partial sums grow: half of the roundings are of the size of the
+        result.
         """
         rows = np.sqrt(np.mean(a * a, axis=-1, keepdims=True)) if a.ndim else abs(a)
         count = operations + terms / 2 * (self.sums / self.unit) ** 2

@@ -29,12 +29,9 @@ IMITATED = ("activation", LOSS, "activation gradient", "gradient")    # in steps
 class Judged:
     """State how far a tensor of a dump is from the exact one.
 
-    Attributes
-    ----------
-    error, envelope : Distance
-        Its distance, and what that of right implementations does not exceed.
-    scale : float
-        The size of the exact tensor, or of the change of a weight: the root of the sum of squares.
+    The error is its distance, and the envelope what that of right implementations does not exceed.
+    The scale is the size of the exact tensor, or of the change of a weight: the root of the sum of
+    squares.
     """
 
     place: TensorId
@@ -66,20 +63,15 @@ class Judged:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Hold what was judged, and what was not.
+    """Hold what was judged, in the order of computation, and what was not.
 
     Attributes
     ----------
-    judged : list of Judged
-        In the order of computation.
     left : dict of str to str
         What was not judged, with the reason.
-    exact : dict of TensorId to ndarray
-        The exact tensors.
-    program : Program
-        How the program computes whose envelopes were taken.
-    start : Start
-        What the exact step began with, see `judge` for documents.
+    program, start : Program, Start
+        How the program computes whose envelopes were taken, and what the exact step began with,
+        see `judge` for documents.
     scale : float
         By which factor the loss was scaled whose gradients went back; 1 for none.
     """
@@ -102,14 +94,6 @@ class Verdict:
         return any(one.place.kind in IMITATED for one in self.judged)
 
 
-def start_of(dump: StepDump) -> Start:
-    """Return what the step of a dump begins with."""
-    masks = {place.name: a for place, a in dump.tensors.items()
-             if place.kind == "mask" and not place.rank}
-    return Start(dump.family, dump.model, dump.weights, dump.tokens, dump.targets, masks,
-                 dump.erf)
-
-
 def program_of(dump: StepDump) -> Program:
     """Return how the program of a dump computes, as far as the dump says.
 
@@ -126,21 +110,14 @@ def program_of(dump: StepDump) -> Program:
 
 
 def judge(dump: StepDump, comm: Any, reference: Reference | None = None) -> Verdict:
-    """Judge a dump; every rank of `comm` must call it.
+    """Judge a dump; every rank of `comm` must call it, as they divide the model.
 
     Programs in float64 may compute parts in float32, see `Program.inside`, as transformers does:
     a dump that is outside the envelope of those that do not is judged by that of those that do.
     Documents may be packed into sequences: a dump whose activations are first wrong where these
-    begin is judged by a step in which each sees itself alone, if that is nearer.
-
-    Parameters
-    ----------
-    comm : mpi4py.MPI.Intracomm
-        The ranks, which divide the model.
-    reference : Reference, optional
-        That of the same step in the same type, if it is there already.
+    begin is judged by a step in which each sees itself alone, if that is nearer.  A `reference` is
+    that of the same step in the same type, if it is there already.
     """
-    start = start_of(dump)
     wanted = {place for place in in_order(dump.family, dump.model)
               if (place.kind != "mask" or dump.model.dropout) and place.name not in dump.absent}
     lost = {place for place in wanted - dump.tensors.keys() if place.kind == "mask"}
@@ -148,12 +125,12 @@ def judge(dump: StepDump, comm: Any, reference: Reference | None = None) -> Verd
         verdict = Verdict(
             [_judge_mask(dump, place) for place in dump.tensors if place.kind == "mask"],
             {PLURALS[kind]: f"{len(lost)} masks of dropout are not there" for kind in IMITATED},
-            {}, program_of(dump), start)
+            {}, program_of(dump), dump)
     else:
-        verdict, reference = _judge_programs(dump, start, comm, reference)
+        verdict, reference = _judge_programs(dump, dump, comm, reference)
         if packed := _packed(dump, verdict):
             token, documents = packed
-            other, its = _judge_programs(dump, replace(start, documents=documents), comm)
+            other, its = _judge_programs(dump, replace(dump, documents=documents), comm)
             if _right_before(other) > _right_before(verdict):
                 verdict, reference = other, its
                 verdict.left["attention between documents"] = (
@@ -308,7 +285,7 @@ def _judge_updates(dump: StepDump, comm: Any, own: Mapping[str, np.ndarray], aft
     settings = dict(dump.optimizer or {})
 
     def judged(settings: Mapping[str, Any]) -> tuple[Tensors, list[Judged]]:
-        right, spread = measure_update(start_of(dump), comm, settings, own | none)
+        right, spread = measure_update(dump, comm, settings, own | none)
         right |= {TensorId("weight after", name): np.float64(dump.weights[name]) for name in none}
         return right, [_judged(place, a, right[place.first], spread[place.first],
                                right[place.first] - np.float64(dump.weights[place.name]))

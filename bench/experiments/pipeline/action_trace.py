@@ -58,7 +58,7 @@ def _tracks(schedule: Schedule, places: int, edges: Edges) -> list[list[Span]]:
             stage = schedule.stage_of(rank // places, action.chunk)
             start, end = edges(rank, index)
             track.append(Span(f"{action.kind}{stage}.{action.micro}", "phase",
-                              "forward" if action.kind == "F" else "backward", "", "", "",
-                              start, end, end - start, 0, 0))
+                              "forward" if action.kind == "F" else "backward",
+                              start, end, end - start))
         found.append(track)
     return found

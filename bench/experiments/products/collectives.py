@@ -239,8 +239,8 @@ def _one_call(call: operands.CollectiveCall, grid: mm3d.Grid, recorder: WireReco
     """Return bytes received and sent by each node in one call, and its makespan, (3, nodes)."""
     recorder.start()
     times, _ = time_on_all_ranks(call, grid.comm, grid.backend.synchronize, clock)
-    count = recorder.stop()
-    if count is None:
+    counts = recorder.stop()
+    if counts is None:
         return np.zeros((3, 0))
-    return np.array([count.received_bytes, count.sent_bytes,
-                     np.full(len(count.sent_bytes), times.max())])
+    received, _, sent, _ = counts
+    return np.array([received, sent, np.full(len(sent), times.max())])

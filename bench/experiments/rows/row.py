@@ -21,7 +21,7 @@ from bench.experiments.rows.waited import TimedModel, waiting_model
 from bench.instruments import chrome_trace, host, peak_memory, placement, step_tracing, timing
 from bench.instruments.peaks import StepMemory
 from bench.instruments.spans import Span
-from bench.instruments.step_wire import count_wire
+from bench.instruments.wire import count_wire
 from bench.records import model_run
 from bench.records.model_run import (make_group, make_record, traffic_group,
                                      transport_names)

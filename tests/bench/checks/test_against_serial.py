@@ -17,20 +17,16 @@ def dealt(*extra) -> list:
     return [(LEFT, WHOLE[LEFT]), (RIGHT, WHOLE[RIGHT]), *extra]
 
 
-def test_equal_blocks_have_no_error():
-    assert worst_error(dealt((LEFT, WHOLE[LEFT])), WHOLE) == 0
+WORSE = dealt((LEFT, 1.5 * WHOLE[LEFT]), (LEFT, 1.25 * WHOLE[LEFT]))
 
 
-@pytest.mark.parametrize("first", [False, True])
-def test_the_worst_copy_counts_wherever_it_stands(first):
-    blocks = dealt((LEFT, 1.5 * WHOLE[LEFT]), (LEFT, 1.25 * WHOLE[LEFT]))
-    expected = 0.5 * np.linalg.norm(WHOLE[LEFT]) / np.linalg.norm(WHOLE)
-    assert worst_error(blocks[::-1] if first else blocks, WHOLE) == pytest.approx(expected)
-
-
-def test_errors_of_several_places_add_up():
-    blocks = [(LEFT, 1.5 * WHOLE[LEFT]), (RIGHT, 1.5 * WHOLE[RIGHT])]
-    assert worst_error(blocks, WHOLE) == pytest.approx(0.5)
+@pytest.mark.parametrize("blocks, error", [
+    (dealt((LEFT, WHOLE[LEFT])), 0.0),
+    ([(LEFT, 1.5 * WHOLE[LEFT]), (RIGHT, 1.5 * WHOLE[RIGHT])], 0.5),    # of several places
+    *((order, 0.5 * np.linalg.norm(WHOLE[LEFT]) / np.linalg.norm(WHOLE)) for order in (
+        WORSE, WORSE[::-1]))])    # wherever the worst copy stands
+def test_the_worst_copy_of_each_place_counts(blocks, error):
+    assert worst_error(blocks, WHOLE) == pytest.approx(error)
 
 
 @pytest.mark.parametrize("blocks", [

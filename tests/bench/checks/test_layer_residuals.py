@@ -33,6 +33,13 @@ def model_of(comm, scheme, grid, dtype="float32", causal=False, **sizes):
                             **sizes)
 
 
+def small_model(comm, **sizes):
+    """One whose sequences divide over the grid, so that the last rank has all of the last one's
+    positions."""
+    scheme, grid = {1: ("serial", None), 4: ("1d", None), 8: ("3d", (2, 2, 2))}[comm.size]
+    return model_of(comm, scheme, grid, batch=4, seq=5, **sizes)
+
+
 def checked(model):
     return layer_residuals.check_step(model, model.random("input"),
                                       model.random("output gradient"), 3)
@@ -107,9 +114,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_of_one_rank_is_found_and_named(comm, fault):
     kind, number, way, change, named = FAULTS[fault]
-    scheme, grid = {1: ("serial", None), 4: ("1d", None), 8: ("3d", (2, 2, 2))}[comm.size]
-    # Sequences divide over the grid, so that the last rank has all of the last one's positions.
-    model = model_of(comm, scheme, grid, batch=4, seq=5)
+    model = small_model(comm)
     layer = one_of(model, kind, number)
     if comm.rank == faulty(model, layer, change):
         spoil(layer, way, change)
@@ -148,8 +153,7 @@ def failed(model):
     (Attention, 0, "attention.attention, O"), (LayerNorm, 1, "ln2, y in some rows")])
 def test_a_fault_of_the_first_forward_alone_is_found(comm, policy, kind, number, named):
     """What is computed again is right, and does not hide it."""
-    scheme, grid = {1: ("serial", None), 8: ("3d", (2, 2, 2))}[comm.size]
-    model = model_of(comm, scheme, grid, batch=4, seq=5, recompute=policy)
+    model = small_model(comm, recompute=policy)
     layer = one_of(model, kind, number)
     right, calls = layer.forward, []
 
@@ -170,8 +174,7 @@ def test_a_fault_of_the_first_forward_alone_is_found(comm, policy, kind, number,
     ("full", 3, "mlp.down, dB"), ("uniform:2", 3, "mlp.down, dB"),
     ("uniform:2+selective", 3, "mlp.down, dB")])
 def test_what_a_product_keeps_again_is_that_of_a_real_step(comm, policy, number, named):
-    scheme, grid = {1: ("serial", None), 8: ("3d", (2, 2, 2))}[comm.size]
-    model = model_of(comm, scheme, grid, batch=4, seq=5, recompute=policy)
+    model = small_model(comm, recompute=policy)
     product = one_of(model, Linear, number).product
     right, calls, factor = product.recompute_saved, [], 1.0
 

@@ -9,7 +9,7 @@ from bench.experiments.gpu import device_checks
 from bench.experiments.gpu.gpu_cases import Mode
 from mm3d.arrays import backend
 from mm3d.model import functional
-from used_backends import use_only
+from support import use_only
 
 
 def test_tf32_has_ten_binary_places():

@@ -31,9 +31,8 @@ elif world.rank == world.size - 1:
     world.Recv(block, 0)
 world.Barrier()
 seconds = MPI.Wtime() - begun
-count = wire.stop()
+counts = wire.stop()
 if world.rank == 0:
-    print(json.dumps({"seen": seen, "seconds": seconds, "nodes": count.nodes,
-                      "sent": count.sent_bytes.tolist(),
-                      "received": count.received_bytes.tolist(),
-                      "packets": count.sent_packets.tolist()}))
+    received, _, sent, packets = counts.tolist()
+    print(json.dumps({"seen": seen, "seconds": seconds, "nodes": wire.nodes, "sent": sent,
+                      "received": received, "packets": packets}))

@@ -13,22 +13,22 @@ from pyroute2.netlink.exceptions import NetlinkError
 
 from bench.cluster import links
 from bench.cluster.spec import parse_rate
-from support import ROOT, clean_environment, run_in_cluster, run_python, unless_refused
+from bench.records import run_file
+from open_mpi import EACH_MPI, python_with
+from support import (ROOT, clean_environment, run_command, run_in_cluster, run_python,
+                     unless_refused)
 
 RANKS_OF_NODES = str(Path(__file__).parent / "ranks_of_nodes.py")
 SHARE = 2 ** 20
 
 
-def cluster(*words, nodes=2, ranks=2, link="100Mbit", **options):
-    """Run ``bench cluster``; the test is skipped where the kernel refuses."""
-    return run_in_cluster(f"{nodes}x{ranks}:{link}", *words, **options)
-
-
-def test_ranks_on_nodes():
+@EACH_MPI
+def test_ranks_on_nodes(mpi, tmp_path):
     """Each node has its own devices, memory and name; its link is limited and counted."""
+    python, variables = python_with(mpi, tmp_path)
     script = (f"touch /dev/shm/mine-head; on-node 1 touch /dev/shm/mine-1; "
               f"mpirun {sys.executable} {RANKS_OF_NODES} {SHARE}; exit 7")
-    done = cluster("sh", "-c", script)
+    done = run_in_cluster("2x2:100Mbit", "sh", "-c", script, python=python, cwd=ROOT, **variables)
     assert done.returncode == 7, done.stdout + done.stderr
     found = json.loads(done.stdout)
     for rank, seen in enumerate(found["seen"]):
@@ -53,7 +53,7 @@ def test_ranks_on_nodes():
 @pytest.mark.parametrize("link", ["800Mbit", "100Mbit", "10Gbit"])
 def test_links_take_no_packets_apart(link):
     """A packet of many frames costs the cores about as much as a frame; links send it whole."""
-    done = cluster("mpirun", sys.executable, RANKS_OF_NODES, str(8 * SHARE), ranks=1, link=link)
+    done = run_in_cluster(f"2x1:{link}", "mpirun", sys.executable, RANKS_OF_NODES, str(8 * SHARE))
     found = json.loads(done.stdout)
     frames = links.burst_frames(parse_rate(link))
     assert found["packets"][0] <= 1.5 * 8 * SHARE / (frames * links.FRAME)
@@ -69,7 +69,7 @@ def test_links_take_no_packets_apart(link):
      "error: this is inside an emulated cluster already"),
     (["on-node", "2", "true"], 1, "error: there is no node '2': 0 to 1 would do")])
 def test_failures_inside(words, status, message):
-    done = cluster(*words)
+    done = run_in_cluster("2x2:100Mbit", *words)
     assert done.returncode == status, done.stderr
     assert message in done.stderr and done.stderr.count("\n") == bool(message)
 
@@ -117,16 +117,19 @@ def test_a_kernel_without_a_filter(kind, message):
     assert str(refused.value) == f"this kernel has no {kind}, which {message}"
 
 
+def started(*words):
+    """A Python whose output is kept."""
+    # What was started in the background of a shell ignores SIGINT, and so do its children.
+    return subprocess.Popen([sys.executable, *words], env=clean_environment(), text=True, cwd=ROOT,
+                            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signals_are_passed_on(number, tmp_path):
+def test_signals_are_passed_on(number):
     script = "trap 'echo ended; exit 9' INT TERM; echo begun; while :; do sleep 0.1; done"
-    command = [sys.executable, "-m", "bench", "cluster", "1x1", "--", "sh",
-               "-c", script]
-    # What was started in the background of a shell ignores SIGINT, and so do its children.
-    with subprocess.Popen(command, env=clean_environment(), text=True, cwd=ROOT,
-                          preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
-                          stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with started("-m", "bench", "cluster", "1x1", "--", "sh", "-c", script) as process:
         if process.stdout.readline() != "begun\n":
             pytest.skip(process.stderr.read().strip())
         process.send_signal(number)
@@ -141,9 +144,7 @@ def test_a_signal_is_no_refusal_of_the_machine(number, tmp_path):
     words = ["sh", "-c", f"trap 'exit 3' INT TERM; touch {begun}; while :; do sleep 0.1; done"]
     program = ("from bench.cluster.run import refusal; from bench.cluster.spec import Cluster; "
                f"print(refusal(Cluster(1, 1, 1e8), {words!r}), flush=True)")
-    with subprocess.Popen([sys.executable, "-c", program], env=clean_environment(), text=True,
-                          preexec_fn=lambda: signal.signal(number, signal.SIG_DFL), cwd=ROOT,
-                          stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with started("-c", program) as process:
         end = time.monotonic() + 60
         while not begun.exists() and process.poll() is None and time.monotonic() < end:
             time.sleep(0.02)
@@ -157,11 +158,9 @@ def test_a_signal_is_no_refusal_of_the_machine(number, tmp_path):
 
 @pytest.mark.slow
 def test_two_clusters_beside_each_other():
-    command = [sys.executable, "-m", "bench", "cluster", "2x1", "--", "mpirun",
-               "sh", "-c", "hostname; sleep 2"]
     begun = time.monotonic()
-    both = [subprocess.Popen(command, env=clean_environment(), text=True, cwd=ROOT,
-                             stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(2)]
+    both = [started("-m", "bench", "cluster", "2x1", "--", "mpirun", "sh", "-c",
+                    "hostname; sleep 2") for _ in range(2)]
     for process in both:
         out, err = process.communicate(timeout=100)
         if "error: this kernel" in err:
@@ -171,16 +170,25 @@ def test_two_clusters_beside_each_other():
 
 
 @pytest.mark.slow
-def test_a_verb_and_its_file(tmp_path):
-    done = unless_refused(run_python(
-        "-m", "bench", "measure", "matmul", "--shape=64", "--repetitions=1",
-        "--max-repetitions=1", "--cluster=2x2:1Gbit", "--grid=2x2x1", f"--out={tmp_path}"))
+@EACH_MPI
+def test_a_product_and_its_file(mpi, tmp_path):
+    """Verified, counted, and no faster than the link lets its words pass."""
+    python, variables = python_with(mpi, tmp_path / "environment")
+    done = unless_refused(run_command([
+        python, "-m", "bench", "measure", "matmul", "--shape=512", "--repetitions=3",
+        "--max-repetitions=3", "--cluster=2x2:200Mbit", "--grid=2x2x1", f"--out={tmp_path}"],
+        cwd=ROOT, **variables))
     assert done.returncode == 0, done.stderr
-    assert "emulated cluster, 2 nodes x 2 ranks, 1 Gbit/s" in " ".join(done.stdout.split())
-    from bench.records import run_file
+    assert "emulated cluster, 2 nodes x 2 ranks, 200 Mbit/s" in " ".join(done.stdout.split())
     run = run_file.read_run(next(tmp_path.glob("*.h5")))
-    assert run.environment["emulated_cluster"] == "2x2:1Gbit"
-    assert run.environment["emulated_link_rate"] == 1e9
+    assert mpi == "MPICH" or run.environment["mpi"].startswith(mpi)
+    assert run.environment["emulated_cluster"] == "2x2:200Mbit"
+    assert run.environment["emulated_link_rate"] == 2e8
     assert run.environment["ranks_on_this_node"] == 2 and run.environment["ranks"] == 4
     assert "MM3D_CLUSTER" not in run.environment["tuning_variables"]
+    # Each rank gathers half of its rows of A and half of its columns of B; one of the two from
+    # the other node, as does the other rank of its node.
+    assert run.variables["words"].values.tolist() == [4 * [2 * 256 * 256]]
+    least = 2 * 256 * 256 * 4 / (200e6 / 8)
+    assert (run.variables["seconds"].values[0, 0, :3] >= 0.9 * least).all()
     assert run_python("-m", "bench", "validate", str(tmp_path)).returncode == 0

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from open_mpi import python_with_open_mpi
+from open_mpi import python_with
 from support import ROOT, clean_environment
 
 STARTS = int(os.environ.get("MM3D_TEST_KILLS", 16))
@@ -111,7 +111,7 @@ def test_nothing_is_left_of_killed_clusters():
 @pytest.mark.slow
 @pytest.mark.limit(600)
 def test_nothing_is_left_of_killed_clusters_with_open_mpi(tmp_path):
-    python, variables = python_with_open_mpi(tmp_path)
+    python, variables = python_with("Open MPI", tmp_path)
     kill_clusters(max(2, STARTS // 5), python, **variables)
 
 

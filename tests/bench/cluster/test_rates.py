@@ -4,7 +4,8 @@ import sys
 
 import pytest
 
-from bench.cluster import faults, rates
+from bench.cluster import faults
+from bench.cluster.spec import rate_text
 from bench.command_line import measuring
 from bench.errors import UsageError
 from bench.records.folder import read_folder
@@ -32,7 +33,7 @@ if comm.rank == 0:
 
 def test_rates_that_cannot_be(monkeypatch):
     monkeypatch.delenv("MM3D_CLUSTER", raising=False)
-    assert [rates.rate_text(link) for link in (2e8, None)] == ["200Mbit", "unlimited"]
+    assert [rate_text(link) for link in (2e8, None)] == ["200Mbit", "unlimited"]
     for rate, message in (("fast", "link 'fast'"), ("1Gbit", "inside an emulated cluster")):
         with pytest.raises(UsageError, match=message):
             faults.main(["slow", "all", rate])

@@ -3,7 +3,7 @@ import pytest
 
 from bench.__main__ import main
 from bench.cluster import mpirun
-from bench.cluster.launchers import MPICH, OPEN_MPI, find_launcher
+from bench.cluster.mpirun import MPICH, OPEN_MPI, find_launcher
 from bench.cluster.links import bucket_bytes, burst_frames, queue_bytes
 from bench.cluster.spec import CLUSTER_ENV, Cluster
 from bench.errors import UsageError

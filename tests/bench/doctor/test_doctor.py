@@ -164,6 +164,13 @@ def rank(**more):
     return {"variables": {}, "cupy": "", "gpus": []} | more
 
 
+def facts_of(worlds, problem="", ranks=1, **more):
+    """Facts whose census is known."""
+    facts = Facts(ranks, ["run", str(ranks)], **more)
+    vars(facts)["census"] = worlds, problem    # as the property keeps it
+    return facts
+
+
 @pytest.mark.parametrize("worlds, problem, said", [
     ([[rank()] * 2], "", "run 4 started 2 ranks instead of 4"),
     ([[rank()]], "", "run 4 started 1 rank instead of 4"),
@@ -171,18 +178,16 @@ def rank(**more):
     ([], "ended with status 1: no plugin", "run 4: ended with status 1: no plugin"),
     ([], "no PMI", f"run 4: no PMI; perhaps {checks.STRANGERS}")])
 def test_launchers_that_start_no_world_of_the_ranks(worlds, problem, said):
-    facts = Facts(4, ["run", "4"])
-    vars(facts)["census"] = worlds, problem    # as the property keeps it
-    assert checks.launcher(facts) == checks.Finding("launcher", checks.FAILED, said)
+    found = checks.launcher(facts_of(worlds, problem, 4))
+    assert found == checks.Finding(checks.FAILED, said)
 
 
 @pytest.mark.parametrize("found, problem", [
     (["a:b", "a:b"], ""), (["/tool:a:b", "a:b:/tool"], ""), (["a:b", None], "not set on 1 of 2"),
     (["a:b", "a"], "'a' on 1 of 2"), (["", ""], "'' on 2 of 2"), (["b:a", "a:b"], "'b:a' on 1")])
 def test_variables_reach_every_rank_and_paths_may_grow(found, problem):
-    facts = Facts(2, ["none"], variables={"PATHS": "a:b"})
-    vars(facts)["census"] = [[rank(variables={"PATHS": value}) for value in found]], ""
-    said = checks.variables(facts)
+    said = checks.variables(facts_of([[rank(variables={"PATHS": value}) for value in found]],
+                                     ranks=2, variables={"PATHS": "a:b"}))
     assert said.state == ("failed" if problem else "ok") and problem in said.text
 
 
@@ -240,12 +245,10 @@ def test_reports_that_were_cut_short_are_left_out(tmp_path):
 
 
 def test_kernels_that_are_forced(monkeypatch):
-    facts = Facts(1, ["none"])
-    rank = {"blas": "openblas", "blas_architecture": "Haswell", "blas_threads": 1, "cores": 2,
-            "ranks_on_node": 1, "best_kernels": "avx512f"}
-    vars(facts)["census"] = [[rank]], ""    # as the property keeps it
     monkeypatch.setenv("OPENBLAS_CORETYPE", "Haswell")
-    found = checks.blas(facts)
-    assert found.state == "warning" and "OPENBLAS_CORETYPE=Haswell forces them" in found.text
-    rank["best_kernels"] = "avx2"
-    assert checks.blas(facts).state == "ok" and "1 rank on 2 cores" in checks.blas(facts).text
+    for best, state, said in (("avx512f", "warning", "OPENBLAS_CORETYPE=Haswell forces them"),
+                              ("avx2", "ok", "1 rank on 2 cores")):
+        found = checks.blas(facts_of([[rank(
+            blas="openblas", blas_architecture="Haswell", blas_threads=1, cores=2,
+            ranks_on_node=1, best_kernels=best)]]))
+        assert found.state == state and said in found.text

@@ -55,17 +55,21 @@ def test_a_trace_has_what_the_grid_counts_and_what_the_file_says(comm, tmp_path,
         x, dy = model.random("input"), model.random("output gradient")
         step = timing.Step(lambda: model.forward(x)[1], lambda saved: model.backward(dy, saved),
                            comm, scheme.grid.backend.synchronize, model.zero_gradients)
+        assert step_tracing.trace_steps(step, model, 0) == ([], None)
         scheme.grid.reset_traffic()
-        spans, group = step_tracing.trace_steps(step, model, 1)
-        calls = {key: traffic.calls for key, traffic in scheme.grid.traffic().items()}
+        spans, group = step_tracing.trace_steps(step, model, 2)
+        calls = {key: traffic.calls // 2 for key, traffic in scheme.grid.traffic().items()}
         everyone = comm.gather(calls)
         chrome_trace.write_trace(file, spans, scheme.grid, step.clock, "a test")
     if comm.rank:
+        assert group is None
         return
     document = json.loads(file.read_text())
     assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
     assert len(document["otherData"]["clock_offset_s"]) == comm.size
-    seconds = group.variables["seconds"].values[0]
+    seconds = group.variables["seconds"].values
+    assert seconds.shape == (2, 2, comm.size, len(part_names("xyz"))) and seconds.min() >= 0
+    assert group.variables["calls"].values[:, 0, 1:-3].sum() == sum(calls.values())
     found = tracks(document)
     assert sorted(found) == list(range(comm.size))
     for rank, events in found.items():
@@ -80,9 +84,10 @@ def test_a_trace_has_what_the_grid_counts_and_what_the_file_says(comm, tmp_path,
                     overlap and event["args"]["phase"] == "forward")
         assert seen == everyone[rank]
         for (phase, part), microseconds in own_times(document)[rank].items():
-            if part != "other":    # which has what the clock saw beside the spans, too
-                kept = seconds[PHASES.index(phase), rank, part_names("xyz").index(part)]
-                assert microseconds == pytest.approx(1e6 * kept, abs=1.0), part
+            kept = 1e6 * seconds[1, PHASES.index(phase), rank, part_names("xyz").index(part)]
+            # The other time has what the clock saw beside the spans, too.
+            assert (microseconds <= kept + 1 if part == "other" else
+                    microseconds == pytest.approx(kept, abs=1.0)), part
         names = {event["name"] for event in events}
         assert {"layers.0.attention.qkv", "layers.1.mlp.gelu", "forward"} <= names
 
@@ -90,8 +95,7 @@ def test_a_trace_has_what_the_grid_counts_and_what_the_file_says(comm, tmp_path,
 def made_up_trace() -> dict:
     """Two ranks, each with a phase, and in it a product, a wait and a collective."""
     def span(name, kind, start, end, **of):
-        given = {"axis": "", "collective": "", "operand": "", "bytes": 0, "flops": 0} | of
-        return Span(name, kind, "forward", start=start, end=end, own=end - start, **given)
+        return Span(name, kind, "forward", start, end, end - start, **of)
     track = [span("gemm 2 x 3 x 4", "gemm", 1.0, 2.5, flops=48),
              span("wait along y", "wait", 2.5, 3.0, axis="y", collective="all_gather"),
              span("all-gather A along y", "collective", 3.0, 3.75, axis="y",
@@ -188,7 +192,11 @@ def test_a_trace_that_cannot_be_written_costs_no_row(comm, shared_tmp_path, caps
         assert f"not written: the trace {shared_tmp_path / bad} (Is a directory)" in said
         assert sum(line.startswith("done: ") for line in said) == 2 == len(list(out.glob("*.h5")))
         good = bad.replace("weak", "strong")
+        assert len(tracks(json.loads((shared_tmp_path / good).read_text()))) == comm.size
         assert {path.name for path in shared_tmp_path.iterdir()} == {"out", bad, good}
+        for path in out.glob("*.h5"):
+            assert set(run_file.read_run(path).groups) == {
+                "clock", "machine", "memory", "parts", "published", "traffic"}
         entries = Journal(out).entries()
         assert [entry["outcome"] for entry in entries] == ["done", "done"]
 
@@ -217,7 +225,7 @@ def test_the_matrices_that_summa_moves_have_names(comm, form):
 
 
 @pytest.mark.slow
-def test_run_and_matmul_write_traces(tmp_path):
+def test_matmul_writes_a_trace(tmp_path):
     done = run_ranks(4, "-m", "bench", "measure", "matmul", "--shape", "24,20,28", "--scheme",
                      "3d",
                      "--grid", "1x2x2", "--form", "abt", "--backward", "--repetitions", "1",
@@ -229,13 +237,3 @@ def test_run_and_matmul_write_traces(tmp_path):
     assert names == ["forward", "all-gather A along y", "reduce-scatter C along z", "backward",
                      "all-gather dC along z", "reduce-scatter dA along y",
                      "all-gather A along y"]
-    done = run_ranks(8, "-m", "bench", "run", "--table", "weak", "--scheme", "3d,1d", "--preset",
-                     "tiny", "--repetitions", "1", "--max-repetitions", "1", "--traced", "1",
-                     "--out", str(tmp_path), "--trace", str(tmp_path / "t.json"))
-    assert done.returncode == 0, done.stderr
-    for scheme in ("1d", "3d"):
-        file = tmp_path / f"t-weak-{scheme}-p008-tiny.json"
-        assert len(tracks(json.loads(file.read_text()))) == 8
-    runs = [run_file.read_run(path) for path in tmp_path.glob("weak-*.h5")]
-    assert [set(run.groups) for run in runs] == [
-        {"clock", "machine", "memory", "parts", "published", "traffic"}] * 2

@@ -76,13 +76,17 @@ def test_what_lies_within_a_node_is_found(comm, monkeypatch):
         ranks.Free()
 
 
+def run_tiny(*words):
+    return run_ranks(8, "-m", "bench", "run", "--preset", "tiny", *words)
+
+
 @pytest.mark.slow
 def test_the_placement_is_recorded_and_changes_no_result(tmp_path):
     results = {}
     for inside in ("x", "z"):
-        done = run_ranks(8, "-m", "bench", "run", "--table", "strong", "--scheme", "3d",
-                         "--preset", "tiny", "--inside", inside, "--repetitions", "2",
-                         "--max-repetitions", "2", "--out", str(tmp_path / inside))
+        done = run_tiny("--table", "strong", "--scheme", "3d", "--inside", inside,
+                        "--repetitions", "2", "--max-repetitions", "2",
+                        "--out", str(tmp_path / inside))
         assert done.returncode == 0, done.stdout + done.stderr
         results[inside] = run_file.read_run(*(tmp_path / inside).glob("*.h5"))
     for inside, run in results.items():
@@ -92,17 +96,16 @@ def test_the_placement_is_recorded_and_changes_no_result(tmp_path):
     a, b = results.values()
     for name in a.traffic:
         assert np.array_equal(a.traffic[name], b.traffic[name], equal_nan=True), name
-    done = run_ranks(8, "-m", "bench", "run", "--table", "strong", "--scheme", "1d", "--preset",
-                     "tiny", "--inside", "y", "--out", str(tmp_path / "none"))
+    done = run_tiny("--table", "strong", "--scheme", "1d", "--inside", "y",
+                    "--out", str(tmp_path / "none"))
     assert done.returncode == 2 and done.stderr.count("--inside y: ") == 1
 
 
 @pytest.mark.slow
 def test_a_job_that_is_told_to_stop_ends_with_what_it_has(tmp_path):
-    stop = tmp_path / "stop"
-    row = ("-m", "bench", "run", "--table", "all", "--scheme", "3d", "--preset", "tiny",
-           "--repetitions", "50", "--max-repetitions", "50", "--stop-file", str(stop))
-    stop.touch()
-    done = run_ranks(8, *row, "--out", str(tmp_path / "none"))
+    (tmp_path / "stop").touch()
+    done = run_tiny("--table", "all", "--scheme", "3d", "--repetitions", "50",
+                    "--max-repetitions", "50", "--stop-file", str(tmp_path / "stop"),
+                    "--out", str(tmp_path / "none"))
     assert done.returncode == 1 and done.stdout.count("not begun, as it was told to stop") == 2
     assert not list((tmp_path / "none").glob("*.h5"))

@@ -62,11 +62,6 @@ def test_samples_of_every_rank_without_warm_up(comm):
     assert model_run.typical(samples["backward"]) == 0.5
 
 
-def test_statistics():
-    samples = np.array([[1.0, 2.0], [5.0, 4.0], [3.0, 0.0]])
-    assert model_run.slowest(samples).tolist() == [2, 5, 3] and model_run.typical(samples) == 3
-
-
 @pytest.mark.parametrize("limits, message", [
     ((0, 1), "repetitions 0: must be at least 1"), ((3, 2), "at most 2 .* at least the 3"),
     ((1, 1, 0.0), "0 seconds: both must"), ((1, 1, 1.0, -0.5), "width -0.5")])

@@ -70,29 +70,38 @@ class Host:
 
 
 EVENT = MemoryPass("add", 1)
+LATE = 0.003    # seconds that a sleep lasts too long
 
 
-@pytest.mark.parametrize("steps, asked, slept, overlapped", [
-    ("queue work:0.05 settle", [], 0, 0.01),
-    ("queue work:0.004 settle", [0.006], 0.006, 0.004),
-    ("work:0.05 queue settle", [0.01], 0.01, 0),    # nothing was queued meanwhile
-    ("queue work:0.004 queue work:0.004 settle", [0.012], 0.012, 0.008),
-    ("queue work:0.05 queue settle", [0.01], 0.01, 0.01),    # an idle device saves nothing up
-    ("queue settle work:0.05 queue settle", [0.01, 0.01], 0.02, 0),
-    ("queue settle queue work:0.05 settle", [0.01], 0.01, 0.01),
-    ("queue settle settle", [0.01], 0.01, 0)])
-def test_the_queue_runs_on_while_the_host_works(steps, asked, slept, overlapped):
-    host = Host()
+@pytest.mark.parametrize("late, steps, asked, slept, overlapped", [
+    (0, "queue work:0.05 settle", [], 0, 0.01),
+    (0, "queue work:0.004 settle", [0.006], 0.006, 0.004),
+    (0, "work:0.05 queue settle", [0.01], 0.01, 0),    # nothing was queued meanwhile
+    (0, "queue work:0.004 queue work:0.004 settle", [0.012], 0.012, 0.008),
+    (0, "queue work:0.05 queue settle", [0.01], 0.01, 0.01),    # an idle device saves nothing up
+    (0, "queue settle work:0.05 queue settle", [0.01, 0.01], 0.02, 0),
+    (0, "queue settle queue work:0.05 settle", [0.01], 0.01, 0.01),
+    (0, "queue settle settle", [0.01], 0.01, 0),
+    # A pace scales what is queued from when it is set on, and 0 waits for nothing.
+    (0, "pace:3 queue settle pace:0 queue settle pace:1 queue settle", [0.03, 0.01], 0.04, 0),
+    # Sleeps that last too long make later ones shorter, and the sum right, whatever the host does.
+    (LATE, 5 * "queue settle ", [0.01] + 4 * [0.007], 0.05 + LATE, 0),
+    (LATE, "queue settle queue work:0.05 settle queue work:0.004 settle", [0.01, 0.003],
+     0.016 + LATE, 0.014)])
+def test_the_queue_runs_on_while_the_host_works(late, steps, asked, slept, overlapped):
+    host = Host(late)
     clock = host.clock()
     for step in steps.split():
-        name, _, seconds = step.partition(":")
+        name, _, number = step.partition(":")
         if name == "work":
-            host.work(float(seconds))
+            host.work(float(number))
+        elif name == "pace":
+            clock.pace = float(number)
         else:
             clock.count_event(EVENT) if name == "queue" else clock.settle()
     assert host.asked == pytest.approx(asked)
     assert (clock.slept, clock.overlapped) == pytest.approx((slept, overlapped))
-    assert clock.slept + clock.overlapped == pytest.approx(clock.counted)
+    assert clock.slept + clock.overlapped - late == pytest.approx(clock.counted)
 
 
 def test_queues_are_each_their_own():
@@ -104,27 +113,6 @@ def test_queues_are_each_their_own():
     second.settle()
     first.settle()
     assert host.asked == pytest.approx([0.004, 0.006])
-
-
-def test_an_oversleep_is_carried_over():
-    """Sleeps that last 3 ms too long make later ones shorter, and the sum right."""
-    host = Host(oversleep=0.003)
-    clock = host.clock()
-    for _ in range(5):
-        clock.count_event(EVENT)
-        clock.settle()
-    assert host.asked == pytest.approx([0.01, 0.007, 0.007, 0.007, 0.007])
-    assert clock.counted == pytest.approx(0.05) and clock.slept == pytest.approx(0.053)
-
-
-def test_an_oversleep_waits_for_the_next_sleep_while_the_host_works():
-    host = Host(oversleep=0.003)
-    clock = host.clock()
-    for host_works in (0.0, 0.05, 0.004):
-        clock.count_event(EVENT)
-        host.work(host_works)
-        clock.settle()
-    assert host.asked == pytest.approx([0.01, 0.003])
 
 
 def test_a_product_in_parts_lets_collectives_go_on():
@@ -154,13 +142,3 @@ def test_collectives_go_on_while_other_work_is_waited_for(seconds, sleeps):
     clock.count_event(EVENT)
     clock.settle()
     assert len(calls) == sleeps and len(host.asked) == sleeps + 1
-
-
-def test_a_pace_scales_what_is_waited_for():
-    """From when it is set on, and 0 waits for nothing."""
-    host = Host()
-    clock = host.clock()
-    for clock.pace in (3.0, 0.0, 1.0):
-        clock.count_event(EVENT)
-        clock.settle()
-    assert host.asked == pytest.approx([0.03, 0.01]) and clock.counted == pytest.approx(0.04)

@@ -11,7 +11,7 @@ from mm3d.grid.split import Split
 from mm3d.model.chains import saved_arrays
 from models import SIZES, SOME
 from reference import on_grid
-from used_backends import use_only
+from support import use_only
 
 
 class Watched(np.ndarray):

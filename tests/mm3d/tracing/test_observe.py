@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import mm3d
-from bench.checks.layer_errors import LayerErrors
+from bench.checks.layer_residuals import LayerErrors
 from mm3d.tracing.events import Collective, Gemm, LayerEvent, Observer
 from mm3d.tracing.observe import observed
 from models import SIZES
