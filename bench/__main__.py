@@ -41,8 +41,9 @@ class VerbsParser(Parser):
         lines = [self.format_usage(), textwrap.fill(str(self.description), width)]
         for group, entries in verbs.groups(verb).items():
             lines += ["", f"{group}:"]
-            lines += [textwrap.fill(one.about, width, initial_indent=f"  {one.name:13}",
-                                    subsequent_indent=" " * 15) for one in entries]
+            lines += [textwrap.fill(about, width, initial_indent=f"  {name:13}",
+                                    subsequent_indent=" " * 15)
+                      for name, about in entries.items()]
         word = "KIND" if verb else "VERB"
         return "\n".join([*lines, "", f"{self.prog} {word} --help says more.", ""])
 
@@ -56,8 +57,7 @@ def parser(chosen: Sequence[str] | None = None) -> argparse.ArgumentParser:
         "Measure the rows of Tables 1 and 2 of arXiv:2105.14450 and set them beside what was "
         "published."))
     top.also = tuple(verbs.kinds())
-    top.add_version()
-    top.add_completion(COMMAND)
+    top.add_program_options(COMMAND)
     verbs.add_verbs(top, chosen)
     return top
 
@@ -136,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     whole = any(word.startswith("--print-completion") for word in words)
     arguments = parser(None if whole else first).parse_args(words)
     arguments.words = words    # for verbs that start the same command again
-    run, ranks = arguments.verb_file.run, arguments.verb_file.ON_ALL_RANKS
+    run, ranks = arguments.verb_file.run, getattr(arguments.verb_file, "ON_ALL_RANKS", False)
     on_all_ranks = ranks(arguments) if callable(ranks) else ranks
     cluster = getattr(arguments, "cluster", None)
     try:

@@ -20,11 +20,8 @@ def agree(problem: str | None, comm: Any, error: type[Exception] = UsageError) -
 def make_on_each_rank(make: Callable[[], Returned], comm: Any) -> Returned:
     """Call `make` on each rank and return its result.
 
-    Raises
-    ------
-    UsageError
-        The same on every rank, when `make` raises a ValueError or an OSError on one; the message
-        says on how many, if not on all.
+    UsageError on every rank, when `make` raises a ValueError or an OSError on one; it says on how
+    many, if not on all.
     """
     made = problem = None
     try:
@@ -42,17 +39,11 @@ def make_on_rank_0(make: Callable[[], Returned], comm: Any,
                    wait: Callable[[Any], None] | None = None) -> Returned | None:
     """Call `make` on rank 0 alone and return its result there, None on the other ranks.
 
-    Parameters
-    ----------
-    wait : callable, optional
-        Called with `comm` on every rank before rank 0 broadcasts its problem, such as
-        `mm3d.launcher.wait_patiently` where `make` takes long.
+    Every rank calls `wait`, with `comm`, before rank 0 broadcasts its problem, such as
+    `mm3d.launcher.wait_patiently` where `make` takes long.
 
-    Raises
-    ------
-    StoreError, UsageError
-        The same on every rank, when `make` raises a StoreError, or another ValueError; any other
-        error ends the job.
+    StoreError or UsageError on every rank, when `make` raises a StoreError, or another ValueError;
+    any other error ends the job.
     """
     made = problem = None
     if comm.rank == 0:

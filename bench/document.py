@@ -10,12 +10,8 @@ from typing import Any, Callable, Iterable, Sequence
 class Number:
     """A number and its printed text; CSV has it with all digits.
 
-    Attributes
-    ----------
-    value : float or int
-        The number in the unit of its column, or a count; NaN if missing, which CSV leaves empty.
-    text : str
-        Its significant digits, with a sign or mark if needed.
+    `value` is in the unit of its column, or a count; NaN if missing, which CSV leaves empty.
+    `text` has its significant digits, with a sign or mark if needed.
     """
 
     value: float | int
@@ -26,14 +22,9 @@ class Number:
 
 
 def number_cell(value: float, form: str = ".4g", missing: str = "-") -> Number:
-    """Make a cell of a number.
+    """Make a cell of a number by the format `form`; a point without digits after it is left out.
 
-    Parameters
-    ----------
-    form : str
-        The format of its text; a decimal point without digits after it is left out.
-    missing : str
-        The text where it is NaN.
+    `missing` is the text where it is NaN.
     """
     value = float(value)
     return Number(value, missing if math.isnan(value) else format(value, form).rstrip("."))
@@ -41,21 +32,12 @@ def number_cell(value: float, form: str = ".4g", missing: str = "-") -> Number:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table: heading, alignment, and how to make its cell from a row.
+    """A column of a table: heading in two lines, alignment, and how to make its cell from a row.
 
-    Attributes
-    ----------
-    name, unit : str
-        The first and the second line.
-    group : str
-        A title shared with neighbouring columns.
-    align : {">", "<", "."}
-        To the right, to the left, or, in text, with decimal points below each other; the first
-        column of a table is aligned to the left.
-    of : callable, optional
-        Returns the cell of a row: a text, a count, or a number that `form` prints.
-    form, missing : str
-        See `number_cell`.
+    `group` is a title shared with neighbouring columns.  Columns are aligned to the right, to the
+    left (as the first always is), or, in text, with decimal points below each other.  `of` returns
+    the cell of a row: a text, a count, or a number that `form` and `missing` print, see
+    `number_cell`.
     """
 
     name: str
@@ -84,15 +66,7 @@ Rows = list[list[Cell]]
 
 @dataclass(frozen=True)
 class Table:
-    """Rows under headings.
-
-    Attributes
-    ----------
-    columns : sequence of Column
-        The headings.
-    rows : list of list of str, int or Number
-        The rows, with a cell for each column.
-    """
+    """Rows under headings, each with a cell for each column."""
 
     title: str
     columns: Sequence[Column]
@@ -133,12 +107,8 @@ def spread(of: Callable[[Any], Sequence], form: str, group: str = "",
            align: str = ">") -> list[Column]:
     """Make a column for each of the first numbers that `of` returns for a row.
 
-    Parameters
-    ----------
-    of, form, group, align
-        As in `Column`.
-    heads, units : sequence of str
-        The first and the second line of each; those without a unit have none.
+    `of`, `form`, `group` and `align` are as in `Column`; `heads` and `units` the first and second
+    line of each, "" for those without a unit.
     """
     return [Column(name, unit, group, align, of=lambda row, k=k: of(row)[k], form=form)
             for k, (name, unit) in enumerate(itertools.zip_longest(heads, units, fillvalue=""))]

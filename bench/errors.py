@@ -13,11 +13,8 @@ ARGUMENT = re.compile(r"(?<![\w.-])([a-z_]+)=(\([^()]*\)|'[^']*'|[^\s,;:()]+)")
 def status_of(work: Callable[[], int], *known: type[Exception]) -> int:
     """Call `work`, return its exit status; 2 after printing why it cannot be done, 130 on Ctrl-C.
 
-    Parameters
-    ----------
-    *known : types of exceptions
-        Further errors to report to the user, beside UsageError, StoreError, OSError and
-        MemoryError.  All others are errors of the program and are not caught.
+    Reported are UsageError, StoreError, OSError, MemoryError and the types `known`.  All others
+    are errors of the program and are not caught.
     """
     try:
         return work()
@@ -64,12 +61,8 @@ def as_usage_error(known: type[Exception] = ValueError) -> Iterator[None]:
 def in_options(text: str, names: Container[str]) -> str:
     """Return a message that names arguments of the library with options in their place.
 
-    Parameters
-    ----------
-    text : str
-        Such as ``grid=(2, 1, 1)``, which becomes ``--grid 2x1x1``.
-    names : container of str
-        The arguments of the verb; all other text stays.
+    ``grid=(2, 1, 1)`` becomes ``--grid 2x1x1`` if ``grid`` is among the `names` of the verb's
+    arguments; all other text stays.
     """
     def option(found: re.Match[str]) -> str:
         names_of_it = (f"expert_{found[1]}", found[1], OPTIONS.get(found[1]))
@@ -86,21 +79,10 @@ def in_options(text: str, names: Container[str]) -> str:
 
 
 def require_known(known: dict, name: str, what: str, *also: str) -> Any:
-    """Return the value of `name` in `known`.
+    """Return the value of `name`, in any case, with or without hyphens, in `known`.
 
-    Parameters
-    ----------
-    name : str
-        The name that the user gave, in any case, with or without hyphens.
-    what : str
-        The option, or the kind of thing that is named, for the message.
-    *also : str
-        Further choices to list in the message.
-
-    Raises
-    ------
-    UsageError
-        When the name is unknown; lists the choices.
+    UsageError when it is unknown: it lists the choices, and `also` further ones.  `what` is the
+    option, or the kind of thing that is named.
     """
     from mm3d.names import find_name    # here: other programs import neither NumPy nor MPI
     try:

@@ -9,22 +9,11 @@ import numpy as np
 
 
 def solve_nonnegative(A: np.ndarray, b: np.ndarray, needed: int | None = None) -> np.ndarray:
-    """Find the c >= 0 that minimizes abs(A c - b).
+    """Find the c >= 0, of shape (n,), that minimizes abs(A c - b); A is (m, n), b is (m,).
 
-    Parameters
-    ----------
-    A : (m, n) array
-        Its columns are the terms; their units may differ.
-    b : (m,) array
-        The right-hand side.
-    needed : int, optional
-        The index of a coefficient that must be greater than 0.  If it is not, as few other terms
-        as possible are left out.
-
-    Returns
-    -------
-    (n,) array
-        c; zeros if the needed coefficient cannot be greater than 0.
+    Columns of A may be of different units.  The coefficient of index `needed`, if any, must be
+    greater than 0: if it is not, as few other terms as possible are left out, and zeros are
+    returned if it cannot be.
     """
     from scipy.optimize import nnls
     scale = np.linalg.norm(A, axis=0)

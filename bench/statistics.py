@@ -13,20 +13,14 @@ from typing import NamedTuple, Sequence
 import numpy as np
 
 CONFIDENCE = 0.95
-# The distribution of a rank sum is exact up to this number of samples in both groups together.
-MAX_EXACT = 100
+MAX_EXACT = 100    # samples in both groups together, of a rank sum
 
 
 class Interval(NamedTuple):
-    """A median and an interval of order statistics around it.
+    """A median and an interval of order statistics around it, in the unit of the samples.
 
-    Attributes
-    ----------
-    median, low, high : float
-        In the unit of the samples.
-    confidence : float
-        The probability that the interval contains the median of the distribution, if samples are
-        independent: at least `CONFIDENCE`, or less if there are too few samples.
+    `confidence` is the probability that the interval contains the median of the distribution, if
+    samples are independent: at least `CONFIDENCE`, or less if there are too few samples.
     """
 
     median: float
@@ -48,14 +42,8 @@ class Interval(NamedTuple):
 class Difference:
     """The ratio of the times of two sides of runs, with its interval and p value.
 
-    Attributes
-    ----------
-    ratio : float
-        Geometric mean of the second side over that of the first.
-    low, high : float
-        The confidence interval of the ratio.
-    p : float
-        The p value of the hypothesis that the ratio is 1.
+    `ratio` is the geometric mean of the second side over that of the first, `p` the p value of the
+    hypothesis that it is 1.
     """
 
     ratio: float
@@ -65,23 +53,14 @@ class Difference:
 
 
 def median_interval(samples: Sequence[float] | np.ndarray) -> Interval:
-    """Compute the median of `samples` and an interval that contains the distribution's median.
+    """Compute the median of one or more independent samples, and an interval that contains it.
 
     The number of samples below the true median is binomial (n, 1/2), whatever the distribution:
-    the j-th least and the j-th greatest sample enclose it with the probability
-    1 - 2 P(Bin(n, 1/2) < j).  The largest j that gives `CONFIDENCE` is taken; with fewer than six
-    samples none gives 95 %, and the interval is that of the least and the greatest, with the
-    confidence that it has.
+    the j-th least and the j-th greatest sample enclose it with the probability 1 - 2 P(Bin(n, 1/2)
+    < j).  The largest j that gives `CONFIDENCE` is taken; with fewer than six samples none gives
+    95 %, and the interval is that of the least and the greatest, with the confidence that it has.
 
-    Parameters
-    ----------
-    samples : sequence of float
-        At least one, independent of each other.
-
-    Raises
-    ------
-    ValueError
-        When there are no samples, or one of them is not a finite number.
+    ValueError when there are no samples, or one of them is not a finite number.
     """
     ordered = np.sort(np.asarray(samples, np.float64).ravel())
     n = ordered.size
@@ -106,45 +85,16 @@ def elapsed(times: np.ndarray) -> np.ndarray:
     return np.fmax.reduce(times[..., 1], axis=-1) - np.fmin.reduce(times[..., 0], axis=-1)
 
 
-def rank_sum_p(first: Sequence[float] | np.ndarray, second: Sequence[float] | np.ndarray,
-               max_exact: int = MAX_EXACT) -> float:
+def rank_sum_p(first: Sequence[float] | np.ndarray, second: Sequence[float] | np.ndarray
+               ) -> float:
     """Compute the two-sided p value of Wilcoxon's rank-sum test that both groups are alike.
 
-    Up to `max_exact` samples in all it is exact, also with ties: the share of all divisions of the
-    ranks whose sum is at least as far from the expected one.  Beyond, it is that of a normal sum.
-
-    Raises
-    ------
-    ValueError
-        When a group is empty.
+    Without ties and up to `MAX_EXACT` samples in all it is exact, else that of a normal sum.
     """
-    groups = sorted((np.asarray(group, np.float64).ravel() for group in (first, second)), key=len)
-    n, total = len(groups[0]), sum(map(len, groups))
-    if n == 0:
-        raise ValueError("a group of no samples cannot be compared: each needs at least one")
-    _, place, count = np.unique(np.concatenate(groups), return_inverse=True, return_counts=True)
-    # Twice the mid-ranks, so that they are whole numbers also where samples are equal.
-    ranks = (2 * np.cumsum(count) - count + 1)[place]
-    distance = abs(int(ranks[:n].sum()) - n * (total + 1))
-    if total > max_exact:
-        ties = float((count.astype(np.float64) ** 3 - count).sum())
-        variance = n * (total - n) / 12 * (total + 1 - ties / (total * (total - 1)))
-        if variance == 0:
-            return 1.0
-        z = max(0.0, distance / 2 - 0.5) / math.sqrt(variance)
-        return math.erfc(z / math.sqrt(2))
-    ways = _ways(ranks, n)
-    far = np.abs(np.arange(ways.size) - n * (total + 1)) >= distance
-    return min(1.0, float(ways[far].sum() / ways.sum()))
-
-
-def _ways(ranks: np.ndarray, n: int) -> np.ndarray:
-    """Count the choices of `n` of the `ranks` that have each sum."""
-    ways = np.zeros((n + 1, int(ranks.sum()) + 1))
-    ways[0, 0] = 1
-    for rank in ranks:
-        ways[1:, rank:] += ways[:-1, :-rank].copy()
-    return ways[n]
+    from scipy.stats import mannwhitneyu    # not needed by ranks that only measure
+    total = len(first) + len(second)
+    exact = len({*first, *second}) == total <= MAX_EXACT
+    return float(mannwhitneyu(first, second, method="exact" if exact else "asymptotic").pvalue)
 
 
 def adjust_by_holm(values: Sequence[float]) -> list[float]:
@@ -164,10 +114,8 @@ def adjust_by_holm(values: Sequence[float]) -> list[float]:
 def geometric_mean_interval(samples: Sequence[float] | np.ndarray) -> tuple[float, float]:
     """Compute the bounds of an interval of the geometric mean, by Student's t on logarithms.
 
-    Parameters
-    ----------
-    samples : sequence of float
-        At least two, greater than 0, independent of each other; their logarithms are normal.
+    Samples are two or more, greater than 0, independent of each other; their logarithms are
+    normal.
     """
     from scipy.special import stdtrit    # not needed by ranks that only measure
     logs = np.log(np.asarray(samples, np.float64))
@@ -176,36 +124,25 @@ def geometric_mean_interval(samples: Sequence[float] | np.ndarray) -> tuple[floa
 
 
 def compare_runs(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> list[Difference]:
-    """Compute the ratio of the times of two sides of runs, case by case.
+    """Compute for each pair of sides of runs the ratio of the times of the second over the first.
 
-    A run gives one number a case, the median of its repetitions.  Repetitions of one run share
-    its placement, its neighbours and the clock speed of its minutes, and say nothing of the next
-    run.  Three runs a side are too few for a test of ranks, which cannot go below p = 0.1 then, so
-    the logarithms of the medians are compared by Welch's t test, with Satterthwaite's degrees of
+    A side has at least two medians in seconds, one a run.  Repetitions of one run share its
+    placement, its neighbours and the clock speed of its minutes, and say nothing of the next run.
+    Three runs a side are too few for a test of ranks, which cannot go below p = 0.1 then, so the
+    logarithms of the medians are compared by Welch's t test, with Satterthwaite's degrees of
     freedom.  It keeps its level for normal logarithms, also where one side varies more than the
     other, and stays below it where a few runs are outliers, since these increase the error.  False
     alarms come from three runs of a side that agree by accident.  Therefore the error of a case is
     at least that of all cases together (the mean of the variances within the sides), still with
     the degrees of freedom of the case alone.  The p values are corrected for the number of cases
     by Holm's method, which holds for cases that are disturbed together, as those of one run are.
+    Intervals are at `CONFIDENCE`.
 
     Runs are assumed to be independent: measure the sides in turns.  Otherwise changes of the
     machine from one hour to the next are in the ratio, but not in its interval.
 
-    Parameters
-    ----------
-    pairs : sequence of (sequence of float, sequence of float)
-        For each case the medians of the runs of both sides, in seconds, at least two of each.
-
-    Returns
-    -------
-    list of Difference
-        The second side over the first, each with its own interval at `CONFIDENCE`.
-
-    Raises
-    ------
-    ValueError
-        When a side has fewer than two runs, or a median is not a finite number greater than 0.
+    ValueError when a side has fewer than two runs, or a median is not a finite number greater than
+    0.
     """
     sides = [[np.asarray(side, np.float64).ravel() for side in pair] for pair in pairs]
     for side in (side for pair in sides for side in pair):
@@ -240,27 +177,17 @@ def bounds_of_one_more(sizes: Sequence[float], largest: Sequence[float], parts: 
                        level: float) -> tuple[float, float]:
     """Compute what the size and the largest element of one more normal error exceed.
 
+    The probability of each is `level`.  Of each of at least three independent errors `sizes` has
+    the root of the sum of squares, `largest` the largest absolute element, and `parts`, (errors,
+    elements), its elements or the same part of them.  Both bounds are the largest size where an
+    error is 0.
+
     The covariance of the elements is not known.  The squared size is about a number and a multiple
-    of a chi-square, by its first three moments (Buckley and Eagleson, Austral. J. Statist. 30A,
+    of a chi-square, by its first three moments (Buckley and Eagleson, Austral.  J. Statist.  30A,
     1988), which traces of powers of the covariance give: the mean squared cosine of two errors,
     and the mean product of the three cosines of three.  As the scale is that of a few samples, an
     F distribution is used in place of the chi-square.  The largest element is that of n
     independent ones, where n is how many have the deviation of the largest.
-
-    Parameters
-    ----------
-    sizes, largest : sequence of float
-        Of each of at least three independent errors the root of the sum of squares, and the
-        largest absolute element.
-    parts : ndarray
-        (errors, elements): the elements of each, or the same part of them.
-    level : float
-        The probability with which each bound is exceeded.
-
-    Returns
-    -------
-    size, largest : float
-        The bounds; the largest size where an error is 0.
     """
     from scipy.special import erf, fdtri, stdtrit    # not needed by ranks that only measure
     count, norms = len(parts), np.sqrt((parts * parts).sum(1))

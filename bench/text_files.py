@@ -19,17 +19,8 @@ KINDS = {"int": "a whole number", "float": "a number", "str": "a text", "bool": 
 def read_text(path: Any, what: str, remedy: str) -> str:
     """Return the text of a file, read as UTF-8 in every locale, without a byte order mark.
 
-    Parameters
-    ----------
-    what : str
-        The option and its value, for the message.
-    remedy : str
-        The kind of file that would do, for the message.
-
-    Raises
-    ------
-    UsageError
-        When there is no such file, it cannot be read, or has another encoding.
+    UsageError when there is no such file, it cannot be read, or has another encoding; `what` is
+    the option and its value, and `remedy` the kind of file that would do, for the message.
     """
     try:
         return (Path(path) if isinstance(path, str) else path).read_bytes().decode("utf-8-sig")
@@ -44,17 +35,8 @@ def read_text(path: Any, what: str, remedy: str) -> str:
 def read_supplied(what: str, name: str) -> str:
     """Return the text of a file of `bench.prediction`, such as that of a machine.
 
-    Parameters
-    ----------
-    what : str
-        What the file describes, such as "machine"; the folder has its plural as name.
-    name : str
-        Name of a supplied file, or path of a TOML file.
-
-    Raises
-    ------
-    UsageError
-        When there is no such file.
+    `what` is what it describes, such as "machine", whose plural is the folder; `name` that of a
+    supplied file, or the path of a TOML file.  UsageError when there is no such file.
     """
     folder = resources.files("bench.prediction").joinpath(f"{what}s")
     supplied = {Path(file.name).stem: file for file in sorted(folder.iterdir(), key=str)
@@ -68,25 +50,13 @@ def read_supplied(what: str, name: str) -> str:
 def read_described(what: str, name: str, kind: type, make: Callable[[Any], Any],
                    check: Callable[[Any], str] = lambda tree: "",
                    ignored: tuple[str, ...] = ()) -> Any:
-    """Read what a supplied or a user's TOML file describes.
+    """Read what a supplied or a user's TOML file describes; see `read_supplied`.
 
-    Parameters
-    ----------
-    what, name : str
-        As of `read_supplied`.
-    kind : type of msgspec.Struct
-        What the file describes; its fields are those of the file.
-    make : callable
-        Makes one of the tree of the file.
-    check : callable, optional
-        Is given the tree of the file, and returns what is wrong with its values, or "".
-    ignored : tuple of str
-        Fields of old files.
+    The fields of `kind`, a msgspec.Struct, are those of the file, but for those `ignored`, of old
+    files.  `check` is given the tree of the file, and returns what is wrong with its values, or
+    ""; `make` makes the result of it.
 
-    Raises
-    ------
-    UsageError
-        When there is no such file, or it does not describe one: in words, with the field.
+    UsageError when there is no such file, or it does not describe one: in words, with the field.
     """
     text = read_supplied(what, name)
     try:

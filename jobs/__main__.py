@@ -15,7 +15,6 @@ from bench.document import Column, Table
 from bench.reports.formats import format_text
 from bench.command_line import options, row_options
 from bench.command_line.config_options import add_fields, told
-from bench.command_line.number_types import whole
 from bench.command_line.parser import Parser
 from bench.prediction.pipelines.waited_step import find_machine
 from jobs import fitting, scripts, single, site as sites, slurm, standings
@@ -35,8 +34,7 @@ def parser() -> Parser:
     """Return the command line."""
     top = Parser(prog=PROGRAM, description=(
         "Measure the rows of tables, pipelines and trainings as batch jobs under Slurm."))
-    top.add_version()
-    top.add_completion(COMMAND)
+    top.add_program_options(COMMAND)
     verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
     found = {}
     for name, (about, add) in VERBS.items():
@@ -51,7 +49,7 @@ def parser() -> Parser:
                                  help="one job array for each rank count instead of one job a row")
     found["submit"].add_argument("--test-only", action="store_true",
                                  help="only ask Slurm whether it would take the scripts")
-    found["train"].add_argument("--jobs", type=whole(1), default=1, metavar="N", help=(
+    found["train"].add_argument("--jobs", type=options.whole(1), default=1, metavar="N", help=(
         "submit so many jobs: each goes on where the one before has stopped (default 1)"))
     return top
 
@@ -75,7 +73,7 @@ def add_job_rows(parser: Parser, verb: str) -> None:
 
 def add_single(parser: Parser, verb: str) -> None:
     """Add the options of a verb about a job that is no row."""
-    parser.add_argument("--ranks", type=whole(1), required=True, metavar="N",
+    parser.add_argument("--ranks", type=options.whole(1), required=True, metavar="N",
                         help="ranks of the job, of all replicas")
     parser.add_argument("--submit", action="store_true", help="also submit the script")
     parser.add_argument("--name", metavar="NAME", help=(
@@ -100,20 +98,14 @@ VERBS = {
 
 
 def work_and_cases(arguments) -> tuple[JobSettings, list[combined.AnyCase]]:
-    """Read the work and the cases from the command line.
-
-    Raises
-    ------
-    UsageError
-        When the options contradict each other.
-    """
+    """Read the work and the cases from the options; UsageError for those that contradict."""
     site = sites.load_site(arguments.site)
     trains = arguments.table == combined.TABLE
     cases = (training_cases if trains else table_cases)(arguments, site)
     counts = sorted({one.ranks for one in cases})
     wanted = arguments.ranks or counts
     if not set(wanted) <= set(counts):
-        raise UsageError(f"--ranks {texts(wanted)}: these rows are for "
+        raise UsageError(f"--ranks {options.as_given(wanted)}: these rows are for "
                          f"{', '.join(map(str, counts))} ranks; choose some of them")
     cases = [one for one in cases if one.ranks in wanted]
     out = Path(arguments.out or atomic.LOCAL / Path(arguments.site).stem)
@@ -133,9 +125,7 @@ def table_cases(arguments, site: sites.Site) -> list[combined.AnyCase]:
         raise UsageError(f"--preset {arguments.preset}: its ranks wait for their work, with "
                          f"arrays in host memory, but --site {arguments.site} says run.backend = "
                          f"{site.run.backend!r}; choose --preset paper, or another site")
-    if problem := variants.problem(variant, (row.scheme for row in chosen),
-                                   recompute=arguments.recompute):
-        raise UsageError(problem)
+    variants.check(variant, (row.scheme for row in chosen), recompute=arguments.recompute)
     for scheme in dict.fromkeys(row.scheme for row in chosen):
         directions = find_scheme(scheme).directions
         inside = arguments.inside or site.inside.get(scheme, "auto")
@@ -178,7 +168,7 @@ def foretold(work: JobSettings, cases: list[combined.AnyCase]) -> list[str]:
         ranks.setdefault(f"predicted before by {machine.name}" if machine else
                          f"measured, but not predicted: {reason}"
                          f"{' (--machine)' * (not work.machine)}", []).append(count)
-    return [f"rows of {texts(counts)} ranks: {what}" for what, counts in ranks.items()]
+    return [f"rows of {options.as_given(counts)} ranks: {what}" for what, counts in ranks.items()]
 
 
 def render_scripts(work: JobSettings, cases: list[combined.AnyCase], arguments) -> None:
@@ -191,16 +181,11 @@ def render_scripts(work: JobSettings, cases: list[combined.AnyCase], arguments) 
     site = work.name if work.name in sites.supplied_sites() else Path(work.name).absolute()
     again = [f"--site={site}", f"--table={arguments.table}",
              f"--scheme={arguments.scheme}", f"--preset={arguments.preset}", f"--out={work.out}",
-             *[f"--ranks={texts(arguments.ranks)}"] * bool(arguments.ranks),
+             *[f"--ranks={options.as_given(arguments.ranks)}"] * bool(arguments.ranks),
              *["--equal-tokens"] * arguments.equal_tokens,
              *[f"--machine={work.machine}"] * bool(work.machine),
              *row_options.variant(arguments).arguments()]
     atomic.replace(work.folder / "collect.sh", scripts.collect_script(work, again), scripts.MODE)
-
-
-def texts(numbers: list[int] | None) -> str:
-    """Format numbers as on the command line."""
-    return ",".join(map(str, numbers or ()))
 
 
 def overview(work: JobSettings, cases: list[combined.AnyCase]) -> str:

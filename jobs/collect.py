@@ -16,17 +16,8 @@ def collect(work: JobSettings, cases: list[AnyCase]) -> int:
     """Collect and merge results, print a summary, draw the figures, and name missing rows.
 
     The merged file lies beside the scripts, since tables and figures read every file of the
-    results.
-
-    Returns
-    -------
-    int
-        0 when no row is missing, and all files are read and all runs merged, otherwise 1.
-
-    Raises
-    ------
-    StoreError
-        When versions of the schema differ, or a file cannot be written.
+    results.  Return 0 when no row is missing, and all files are read and all runs merged,
+    otherwise 1.  StoreError when versions of the schema differ, or a file cannot be written.
     """
     journal.check_folder(work.out)
     new = 0

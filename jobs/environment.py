@@ -1,8 +1,8 @@
 """Read the variables of a site file, whose values may name others, for the script of a job."""
 
 import re
-from dataclasses import dataclass
-from typing import Iterator
+import shlex
+from typing import Any, Iterator
 
 from mm3d import launcher
 
@@ -20,45 +20,45 @@ OWN = {"SRUN_CPUS_PER_TASK": "node.cores_per_rank", "MM3D_GPU_ORDER": "launch.gp
                        "mm3d_trouble name needs program row status step try wanted".split(), "")}
 
 
-@dataclass(frozen=True)
-class ValuePart:
-    """A part of a value: a text, or a variable's value.
-
-    Attributes
-    ----------
-    kind : {"text", "value", "before", "after"}
-        "before" and "after" are items of a colon-separated list that may be unset or empty, which
-        then leave no colon: it would stand for the current folder.
-    text : str
-        The text, or the variable's name.
-    """
-
-    kind: str
-    text: str
+class Quoted(str):
+    """Words of the shell, which need no more quoting."""
 
 
-def split_value(value: str) -> list[ValuePart]:
-    """Divide a value into texts and variables, ``$NAME`` or ``${NAME}``; ``$$`` is a dollar.
+def quote(value: Any) -> str:
+    """Quote `value` as one word of the shell, a list as several."""
+    if isinstance(value, Quoted):
+        return value
+    if isinstance(value, (list, tuple)):
+        return " ".join(map(quote, value))
+    text = str(value)
+    # A comma is harmless, but reads as if it divided the elements of an array.
+    return f"'{text}'" if "," in text and shlex.quote(text) == text else shlex.quote(text)
 
-    Raises
-    ------
-    ValueError
-        When the shell would expand something else in it.
+
+def quote_value(value: str) -> tuple[Quoted, list[str]]:
+    """Quote the value of a variable, and name the variables that must be set for it.
+
+    ``$NAME`` and ``${NAME}`` are expanded; ``$$`` is a dollar.  In a list with colons an item that
+    is one variable may be unset or empty, if another item has text, and then leaves no colon,
+    which would stand for the current folder.  ValueError when the shell would expand more.
     """
     items = [_parts(item) for item in value.split(":")]
-    alone = [len(parts) == 1 and parts[0].kind == "value" for parts in items]
-    first = alone.index(False) if False in alone else None    # an item that is always there
-    found: list[ValuePart] = []
-    for place, (parts, only) in enumerate(zip(items, alone)):
+    optional = [len(parts) == 1 and parts[0].startswith('"$') for parts in items]
+    first = optional.index(False) if False in optional else None    # an item that is always there
+    found: list[str] = []
+    for place, (parts, only) in enumerate(zip(items, optional)):
         if only and first is not None:
-            found.append(ValuePart("before" if place < first else "after", parts[0].text))
+            name = parts[0].strip('"$')
+            found.append(f'"${{{name}:+${name}:}}"' if place < first else
+                         f'"${{{name}:+:${name}}}"')
         else:
-            colon = place > 0 if first is None else place > first
-            found += [*[ValuePart("text", ":")] * colon, *parts]
-    return found
+            found += [*[":"] * (place > (first or 0)), *parts]
+    return Quoted("".join(found)), [*dict.fromkeys(
+        part.strip('"$') for part in found if re.fullmatch(r'"\$\w+"', part))]
 
 
-def _parts(item: str) -> list[ValuePart]:
+def _parts(item: str) -> list[str]:
+    """Divide an item into quoted texts and variables such as ``"$NAME"``."""
     if "`" in item or item.startswith("~"):
         raise ValueError("neither ~ nor `commands` are expanded: write $HOME, or a line of "
                          "software.setup")
@@ -66,8 +66,8 @@ def _parts(item: str) -> list[ValuePart]:
     if "".join(part[0] for part in found) != item:
         raise ValueError("only $NAME and ${NAME} are expanded, and $$ is a dollar; commands "
                          "are lines of software.setup")
-    return [ValuePart("text", "$" if part["text"] == "$$" else part["text"]) if part["text"] else
-            ValuePart("value", part["braced"] or part["plain"]) for part in found]
+    return [quote("$" if part["text"] == "$$" else part["text"]) if part["text"] else
+            f'"${part["braced"] or part["plain"]}"' for part in found]
 
 
 def list_variable_problems(environment: dict[str, str]) -> Iterator[str]:
@@ -79,6 +79,6 @@ def list_variable_problems(environment: dict[str, str]) -> Iterator[str]:
             yield (f"environment: {name}: the job says it, or has no use for it; "
                    f"{'give it as ' + OWN[name] if OWN[name] else 'choose another name'}")
         try:
-            split_value(value)
+            quote_value(value)
         except ValueError as error:
             yield f"environment.{name} = {value!r}: {error}"

@@ -16,16 +16,8 @@ from mm3d.schemes import find_scheme
 class RowFit:
     """The recomputation of a row, and whether it fits the memory of a rank.
 
-    Attributes
-    ----------
-    recompute : str
-        The policy with which the row is run.
-    peak : int or None
-        Peak bytes of a rank, by a dry run; None if the memory of a rank is unknown.
-    fits : bool
-        Whether a rank has this much memory; True if unknown.
-    chosen : bool
-        Whether no other policy was tried.
+    `peak` are the bytes of a rank at its peak, by a dry run, None if its memory is unknown, and
+    then it `fits`; `chosen` is whether no other policy was tried than `recompute`.
     """
 
     recompute: str

@@ -12,16 +12,10 @@ from bench.errors import UsageError
 class ProgramOptions:
     """The options of a program that a script sets, or that would leave the job without a result.
 
-    Attributes
-    ----------
-    own : dict of str to str
-        By long name, without dashes, the key of the site file for it; "" if there is none.
-    short : dict of str to str
-        Long names by their letter.
-    flags : str
-        Letters that take no value, so that others may follow in the same word.
-    one_dash : bool
-        Whether long names may have one dash, and cannot be abbreviated.
+    `own` has by long name, without dashes, the key of the site file for it, "" if there is none;
+    `short` the long names by their letter; `flags` are letters that take no value, so that others
+    may follow in the same word.  With `one_dash` long names may have one, and cannot be
+    abbreviated.
     """
 
     own: dict[str, str]

@@ -16,7 +16,7 @@ import msgspec
 
 from bench.cases.combined import AnyCase, TrainingCase
 from bench.errors import UsageError
-from jobs.environment import ValuePart, split_value
+from jobs.environment import Quoted, quote, quote_value
 from jobs.fitting import RowFit, dry_options, fit_row, rank_memory
 from jobs.site_tables import Collect, Site, Slurm
 from mm3d import launcher
@@ -36,22 +36,11 @@ EVEN = "block:block,NoPack"                   # srun's distribution of equally m
 
 @dataclass(frozen=True)
 class JobSettings:
-    """The site, the settings of all rows, and their folders.
+    """The site, which the user chose by `name`, the settings of all rows, and their folders.
 
-    Attributes
-    ----------
-    site : Site
-        The cluster.
-    name : str
-        The name or file by which the user chose the site.
-    out : Path
-        The folder of results; scripts, logs and bookkeeping lie in ``jobs`` within it.
-    inside : str or None
-        The grid direction that stays inside a node, instead of the site's.
-    recompute : str or None
-        The policy of recomputation; None for the least with which each row fits.
-    machine : str or None
-        The machine that predicts trainings; None for none.
+    In `out` lie results, and scripts, logs and bookkeeping in ``jobs`` within it.  `inside` is the
+    grid direction that stays inside a node, instead of the site's, `recompute` a policy, None for
+    the least with which each row fits, and `machine` predicts trainings, None for none.
     """
 
     site: Site
@@ -85,15 +74,6 @@ class JobSettings:
         return self.inside or self.site.inside.get(case.row.scheme, "auto")
 
 
-def quote(value: Any) -> str:
-    """Quote `value` as one word of the shell, a list as several."""
-    if isinstance(value, (list, tuple)):
-        return " ".join(map(quote, value))
-    text = str(value)
-    # A comma is harmless, but reads as if it divided the elements of an array.
-    return f"'{text}'" if "," in text and shlex.quote(text) == text else shlex.quote(text)
-
-
 TEMPLATES = jinja2.Environment(
     loader=jinja2.PackageLoader("jobs"), undefined=jinja2.StrictUndefined, finalize=quote,
     trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
@@ -108,13 +88,7 @@ def word(name: str | Path) -> str:
 
 
 def check_path(path: Path) -> Path:
-    """Return `path`, absolute, when Slurm can write a log in it.
-
-    Raises
-    ------
-    UsageError
-        When its name has characters that Slurm interprets.
-    """
+    """Return `path`, absolute; UsageError when Slurm cannot write a log into a folder so named."""
     path = path.absolute()
     if any(sign in "%\\\"'" or not sign.isprintable() and sign not in UNDECODED
            for sign in word(path)):
@@ -191,12 +165,9 @@ def variables_of(site: Site) -> dict[str, str]:
     return site.environment | ({ORDER_VARIABLE: order} if order else {})
 
 
-def describe_environment(site: Site) -> list[tuple[str, list[ValuePart], list[str]]]:
-    """List each variable with the parts of its value and the variables that must be set for it.
-    """
-    found = {name: split_value(value) for name, value in variables_of(site).items()}
-    return [(name, parts, [*dict.fromkeys(part.text for part in parts if part.kind == "value")])
-            for name, parts in found.items()]
+def describe_environment(site: Site) -> list[tuple[str, Quoted, list[str]]]:
+    """List each variable with its quoted value and the variables that must be set for it."""
+    return [(name, *quote_value(value)) for name, value in variables_of(site).items()]
 
 
 def launch_command(site: Site, ranks: int) -> list[str]:

@@ -24,29 +24,10 @@ def write_and_submit(verb: str, site: str, out: str | None, ranks: int, words: l
     """Write the script that runs a pipeline or a training, and submit it `times` times.
 
     Slurm runs one job of a name at a time, so jobs of one training never overlap, even when it is
-    submitted again while a job is under way.
-
-    Parameters
-    ----------
-    verb : {"pipeline", "train"}
-        The kind of job; see `VERBS`.
-    site : str
-        A supplied site, or a file.
-    out : str or None
-        The folder of results; None for that of the site.
-    ranks : int
-        Number of ranks.
-    words : list of str
-        Options of the verb of bench.
-    name : str or None
-        The job; by default named by its ranks, and for pipelines also by its `words`.
-    times : int
-        How many jobs to submit.
-
-    Raises
-    ------
-    UsageError
-        For words that make no job.
+    submitted again while a job is under way.  `site` is a supplied one, or a file; `out` the
+    folder of results, None for the site's; `words` are options of the verb of bench; by default
+    `name` is of the ranks, and for pipelines also of the `words`.  UsageError for words that make
+    no job.
     """
     words = [*map(from_anywhere, words, ["", *words])]
     for problem in list_verb_problems(VERBS[verb], words, ranks):
@@ -62,7 +43,7 @@ def write_and_submit(verb: str, site: str, out: str | None, ranks: int, words: l
     if kind == "training":
         say(f"{name}: {standing(work, name)}")
         if not (work.runs(name) / "complete").exists():
-            warn_of_source(work, kind, name)
+            standings.warn_of_source(work, kind, name)
     if not times:
         complain("nothing is submitted: --submit would do that")
     cluster = ""    # all on one: only there Slurm runs them one at a time
@@ -95,7 +76,7 @@ def describe_submitted(work: JobSettings, queue: slurm.Queue) -> list[str]:
                 state, reason = standings.describe_job(work, name, job, queue)
             if state == standings.WAITING or any(
                     queue.jobs[one].name in standings.QUEUEING for one in waiting):
-                warn_of_source(work, kind, name)
+                standings.warn_of_source(work, kind, name)
             if state == standings.JOB_FAILED and own.startswith("stopped near"):
                 state = standings.STOPPED
             parts = [reason, progress(work, name) if kind == "training" else ""]
@@ -105,12 +86,6 @@ def describe_submitted(work: JobSettings, queue: slurm.Queue) -> list[str]:
             found.append(": ".join([f"{kind} {name}", "; ".join(filter(None, [
                 f"{state}, job {job}", *parts]))]))
     return found
-
-
-def warn_of_source(work: JobSettings, kind: str, name: str) -> None:
-    """Say on standard error that the next job would run other source than the last submitted."""
-    for line in standings.other_source(work, kind, name):
-        complain(f"warning: {line}")
 
 
 def check_job_name(name: str) -> str:

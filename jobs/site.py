@@ -11,10 +11,10 @@ import msgspec
 
 from bench.errors import UsageError
 from bench.prediction import memory_fit
-from bench.text_files import read_text
+from bench.text_files import decode, read_text
 from jobs import environment
 from jobs.own_options import list_overrides, list_verb_problems
-from jobs.site_tables import Site, decode_site
+from jobs.site_tables import Site
 from mm3d.names import plain
 from mm3d.schemes import registry
 
@@ -40,23 +40,15 @@ def full_site_name(name: str) -> str:
 
 
 def load_site(name: str) -> Site:
-    """Read a site by its name, or from a file.
-
-    Raises
-    ------
-    UsageError
-        When there is no such site, or its file is wrong.
-    """
+    """Read a site by its name, or from a file; UsageError for none, or a wrong file."""
     path = supplied_sites().get(name, Path(name))
+    text = read_text(path, f"--site {name}",
+                     f"a .toml file, or one of {', '.join(supplied_sites())},")
     try:
-        site = decode_site(read_text(path, f"--site {name}", f"a .toml file, or one of "
-                                     f"{', '.join(supplied_sites())},"))
-    except UsageError:
-        raise
+        site = decode(text, Site)
     except ValueError as error:
         raise UsageError(f"--site {name}: {error}") from error
-    problem = next(list_problems(site), None)
-    if problem:
+    for problem in list_problems(site):
         raise UsageError(f"--site {name}: {problem}")
     return site
 

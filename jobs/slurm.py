@@ -57,12 +57,8 @@ class JobState:
 class Queue:
     """This user's waiting and running jobs, as clusters report them.
 
-    Attributes
-    ----------
-    jobs : dict of str to JobState
-        By job as `submit_script` returns it; elements of arrays as 12_3.
-    silent : dict of str to str
-        The clusters that gave no answer, and why; "" if a job without a cluster may be there.
+    `jobs` are by job as `submit_script` returns it, elements of arrays as 12_3; `silent` says why
+    clusters gave no answer, "" if a job without a cluster may be there.
     """
 
     jobs: dict[str, JobState] = field(default_factory=dict)
@@ -80,10 +76,7 @@ class Queue:
 def run_command(*command: str, limit: float = LIMIT) -> str:
     """Run one of Slurm's commands; return its output.
 
-    Raises
-    ------
-    SlurmError
-        When there is no such command, it fails, or it takes too long.
+    SlurmError when there is no such command, it fails, or it takes too long.
     """
     env = {name: value for name, value in os.environ.items()
            if not name.startswith(VARIABLES) or name in KEPT}
@@ -108,11 +101,8 @@ def run_command(*command: str, limit: float = LIMIT) -> str:
 def submit_script(script: Path, *options: str, limit: float = LIMIT) -> str:
     """Submit a script; return the job's number, with its cluster where sbatch says it: 12;here.
 
-    Raises
-    ------
-    SlurmError
-        As from `run_command`, and when sbatch prints no number.  Where it may have taken the job
-        the message says so.
+    SlurmError as from `run_command`, and when sbatch prints no number.  Where it may have taken
+    the job the message says so.
     """
     doubt = f"look with squeue whether it has taken {script.name}, and cancel it"
     try:
@@ -150,14 +140,9 @@ def test_script(script: Path) -> str:
 
 
 def read_queue(clusters: Iterable[str] = ("",), homes: Iterable[str] = ("",)) -> Queue:
-    """Read this user's waiting and running jobs.
+    """Read this user's waiting and running jobs from `clusters`; "" is this one.
 
-    Parameters
-    ----------
-    clusters : iterable of str
-        The clusters to ask; "" is this one.
-    homes : iterable of str
-        Those of them where jobs without a cluster may be.
+    In `homes` may be jobs without a cluster.
     """
     queue = Queue()
     for cluster in clusters:

@@ -16,6 +16,7 @@ from bench.records.measurements import Measurements
 from bench.records.notes import describe_source
 from jobs import slurm
 from jobs.scripts import JobSettings
+from mm3d.console import complain
 
 DONE, RUNNING, WAITING = "done", "running", "waiting"
 STOPPED, JOB_FAILED, MISSING = "stopped early", "failed", "not submitted"
@@ -41,10 +42,7 @@ class Standing:
 def locked(work: JobSettings) -> Iterator[None]:
     """Lock the folder of scripts: a second submission waits, and then sees the jobs of the first.
 
-    Raises
-    ------
-    UsageError
-        When the file system of the results has no locks.
+    UsageError when the file system of the results has no locks.
     """
     journal.check_folder(work.folder)
     with open(work.folder / "lock", "wb") as file:
@@ -59,10 +57,7 @@ def locked(work: JobSettings) -> Iterator[None]:
 def record_job(work: JobSettings, kind: str, name: str, title: str, job: str) -> None:
     """Record that the job of this `kind` and `name`, `title` in messages, was submitted as `job`.
 
-    Raises
-    ------
-    StoreError
-        When it cannot be recorded; the message names the job, which is in the queue.
+    StoreError when it cannot be recorded; the message names the job, which is in the queue.
     """
     path = submissions_file(work)
     cancel = " ".join(["scancel", *slurm.on_cluster(slurm.cluster_of_job(job)),
@@ -116,12 +111,13 @@ def list_other_sources(work: JobSettings, found: list[Standing]) -> list[str]:
     return [f"{what}: {', '.join(titles)}" for what, titles in groups.items()]
 
 
-def other_source(work: JobSettings, kind: str, name: str) -> list[str]:
-    """Say that the next job of this `kind` and `name` would run other source than the last one."""
+def warn_of_source(work: JobSettings, kind: str, name: str) -> None:
+    """Say on standard error that the next job would run other source than the last submitted."""
     before, now = [entry.get("source") for entry in _entries(work, kind)
                    if entry[kind] == name], present_source()
-    return [f"submitted from commit {before[-1]}, the next job would run from {now}: {kind} "
-            f"{name}"] if before and before[-1] not in (None, now) else []
+    if before and before[-1] not in (None, now):
+        complain(f"warning: submitted from commit {before[-1]}, the next job would run from "
+                 f"{now}: {kind} {name}")
 
 
 def submissions_file(work: JobSettings) -> Path:

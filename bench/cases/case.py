@@ -10,25 +10,15 @@ from bench.cases.paper import Preset, Row, batch_of, load_tables, title
 from bench.cases.variants import Variant
 from bench.errors import UsageError, require_known
 from mm3d import ModelSizes
-from mm3d.arrays.backend import Backend
 from mm3d.model.stack import Stack
 
 
 @dataclass(frozen=True)
 class Case:
-    """A row and the sizes that it is run with.
+    """A row and the sizes that it is run with, of which those `overridden` were given by hand.
 
-    Attributes
-    ----------
-    sizes : ModelSizes
-        Sizes of the measured model.
-    verified : ModelSizes
-        Sizes of the model that is compared with the serial scheme: smaller than `sizes` where the
-        preset limits them, since the serial model runs on one rank.
-    overridden : tuple of str
-        Names of the sizes that were given by hand instead of by the preset.
-    variant : Variant
-        Options in which it differs from the tables' rows.
+    `verified` are those of the model that is compared with the serial scheme: smaller where the
+    preset limits them, since the serial model runs on one rank.
     """
 
     row: Row
@@ -72,21 +62,10 @@ def scaled_hidden(hidden: int, heads: int, divisor: int, rounding: str) -> int:
 
 def make_case(row: Row, preset: str, variant: Variant = Variant(),
               **overrides: int | None) -> Case:
-    """Make the case of `row` under `preset`.
+    """Make the case of `row` under a preset of `load_tables`, with its sizes but for `overrides`.
 
-    Parameters
-    ----------
-    preset : str
-        One of ``load_tables().presets``.
-    variant : Variant
-        Options in which it differs from the tables' rows.
-    **overrides : int or None
-        Sizes to use instead of the preset's: `layers`, `hidden`, `heads`, `batch`, `seq`.
-
-    Raises
-    ------
-    UsageError
-        When the preset is unknown, or the sizes do not make a model.
+    These are `layers`, `hidden`, `heads`, `batch` and `seq`; None for the preset's.  UsageError
+    when the preset is unknown, or the sizes do not make a model.
     """
     chosen = require_known(load_tables().presets, preset, "preset").of_table(row.table)
     heads = load_tables().settings.heads[row.hidden]
@@ -118,10 +97,7 @@ def _verified_sizes(preset: Preset, sizes: ModelSizes) -> ModelSizes:
 
 
 def shuffle_cases(cases: Iterable[Case], seed: int) -> list[Case]:
-    """Return `cases` in an order drawn from `seed`.
-
-    Each case draws its own number, so that any selection of cases keeps the order.
-    """
+    """Return `cases` in an order drawn from `seed`; any selection of cases keeps the order."""
     return sorted(cases, key=lambda one: random.Random(f"{seed} {one.name}").random())
 
 
@@ -135,13 +111,6 @@ def check_verifiable(cases: list[Case]) -> None:
             raise UsageError(f"--dtype {one.variant.dtype} --preset {one.preset}: a serial model "
                              f"of that size does not fit, and residuals of a step are for "
                              f"float32 and float64; choose --preset laptop or tiny")
-
-
-def check_variant(variant: Variant, rows: Iterable[Row], library: Backend,
-                  recompute: str) -> None:
-    """Raise UsageError when the rows' schemes, or the array library, cannot have the variant."""
-    if problem := variants.problem(variant, (row.scheme for row in rows), library, recompute):
-        raise UsageError(problem)
 
 
 def row_stack(variant: Variant, sizes: Mapping[str, int], recompute: str = "none",

@@ -48,18 +48,10 @@ class Combined(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class TrainingCase:
-    """A row: a training on a mesh of so many ranks.
+    """A row, the one of this `number` in its group, from 1: a training on a mesh of so many ranks.
 
-    Attributes
-    ----------
-    group : str
-        The name of the rows that share its model, batch and ranks.
-    ranks, number : int
-        Number of ranks; and of the row in its group, from 1.
-    config : Config
-        What is trained and verified, and how ranks divide it.
-    preset : str
-        One of `PRESETS`; "" for ranks that wait for modelled work.
+    Rows of a group share its model, batch and ranks.  `preset` is one of `PRESETS`; "" for ranks
+    that wait for modelled work.
     """
 
     group: str
@@ -134,9 +126,8 @@ def _case(group: CaseGroup, number: int, fields: dict[str, Any]) -> TrainingCase
 def cases_by_name(names: str) -> list[TrainingCase]:
     """Return the rows that are named, such as ``combined:dense-8-3``, each once.
 
-    ``combined:dense-8-3:tiny`` is a row of preset "tiny".
-
-    Raises UsageError when one is unknown, or some have another preset than others.
+    ``combined:dense-8-3:tiny`` is a row of preset "tiny".  UsageError when one is unknown, or some
+    have another preset than others.
     """
     rows = {one.selector: one for one in list_cases()}
     known = {one.selector: one for row in rows.values()

@@ -132,10 +132,9 @@ def batch_of(row: Row) -> int:
 
 
 def unpublished_row(table: str, scheme: str, ranks: int) -> Row:
-    """Make a row that the paper does not have.
+    """Make a row that the paper does not have, with the sizes of a row of the table.
 
-    Its sizes are those of the table's row with the nearest number of ranks; among equally near
-    rows, of the one with the largest batch.
+    That has the nearest number of ranks and, among equally near ones, the largest batch.
     """
     rows = [row for row in load_tables().rows if row.table == table]
     like = min(rows, key=lambda row: (abs(math.log(row.gpus / ranks)), -row.batch))

@@ -12,8 +12,8 @@ from mm3d.schemes import find_scheme
 def equal_token_rows(rows: Iterable[Row]) -> list[Row]:
     """Make the additional rows that compare 3-D with other schemes at equal batches.
 
-    Where a 3-D row and another scheme's row of the same table and ranks have different batches,
-    each of the two that is among `rows` is added again with the batch of the other.
+    Where a 3-D row and another scheme's of the same table and ranks have different batches, each
+    of the two that is among `rows` is added again with the batch of the other.
     """
     rows, more = list(rows), []
     known = [row for row in dict.fromkeys([*rows, *load_tables().rows]) if not row.like]
@@ -29,20 +29,12 @@ def select_rows(tables: str = "all", schemes: str = "paper",
                 ranks: int | None = None) -> list[Row]:
     """Select the rows of some tables and schemes: the paper's in its order, then the others.
 
-    Parameters
-    ----------
-    tables, schemes : str
-        Names separated by commas, or "all"; "all" schemes are those that divide the work, "paper"
-        those of the paper.
-    ranks : int, optional
-        Rank count of rows of a scheme that the paper lacks; by default each of the table's rank
-        counts for which the scheme has a grid.  "all" leaves out schemes without a grid of this
-        many ranks.
+    Names are separated by commas, or "all"; "all" schemes are those that divide the work, "paper"
+    those of the paper.  Rows of a scheme that the paper lacks are of `ranks` ranks, by default of
+    each of the table's rank counts for which it has a grid; "all" leaves out schemes without a
+    grid.
 
-    Raises
-    ------
-    UsageError
-        When a name is unknown.
+    UsageError when a name is unknown.
     """
     wanted_tables = _parse_names(tables, list(HEADINGS), "--table")
     wanted_schemes = {"paper": PAPER, "all": [
@@ -60,9 +52,7 @@ def rows_by_name(pairs: str, ranks: int) -> list[Row]:
     """Select rows by names such as ``weak:3d,strong:1d``, each once.
 
     ``weak:3d:1d`` is the 3-D row with the batch of the 1-D row.  Rows of schemes that the paper
-    lacks are for `ranks` ranks.
-
-    Raises UsageError when a name is unknown, or is not a pair.
+    lacks are for `ranks` ranks.  UsageError when a name is unknown, or is not a pair.
     """
     found = []
     for pair in pairs.split(","):

@@ -9,6 +9,7 @@ from typing import Any, Iterable, Mapping
 
 import numpy as np
 
+from bench.errors import UsageError
 from mm3d.arrays.backend import DTYPES, Backend
 from mm3d.arrays.plain_numbers import PlainFields, said
 from mm3d.model.recomputation import parse_policy
@@ -23,24 +24,7 @@ VARIANT_DTYPES = tuple(dict.fromkeys([PLAIN_DTYPE, *DTYPES, *DTYPES_16_BIT]))
 
 @dataclass(frozen=True)
 class Variant(PlainFields):
-    """Options in which a row differs from the tables' rows, which are called plain.
-
-    Attributes
-    ----------
-    keep : {"none", "weight", "both"}
-        Gathered operands that are kept from forward to backward; an option of some schemes.
-    overlap : int
-        Panels of rows in which products overlap with communication, 0 for none; an option of
-        some schemes.
-    causal : bool
-        Whether attention is causal.
-    dtype : str
-        The dtype of all arrays.
-    tf32 : bool
-        Whether factors of float32 products may be rounded to TensorFloat-32.
-    work : {"compute", "wait"}
-        Whether ranks compute, or wait for the modelled seconds of their work.
-    """
+    """Options in which a row differs from the tables' rows, which are called plain."""
 
     keep: str = said("gathered operands that {schemes} keeps from forward for backward", "none",
                      choices=("none", "weight", "both"))
@@ -106,28 +90,29 @@ def recorded_variant(configuration: Mapping[str, Any]) -> Variant:
                       for field in fields(Variant)})
 
 
-def problem(variant: Variant, schemes: Iterable[str], backend: Backend | None = None,
-            recompute: str | None = None) -> str:
-    """Say why rows of `schemes` cannot have this variant and policy; "" if they can."""
+def check(variant: Variant, schemes: Iterable[str], backend: Backend | None = None,
+          recompute: str | None = None) -> None:
+    """Raise UsageError when rows of `schemes`, or a backend, cannot have a variant and policy."""
     if variant.keep != "none" and recompute and parse_policy(recompute).selective:
-        return (f"--keep {variant.keep} --recompute {recompute}: selective keeps nothing that "
-                f"products gather; leave one of them out, or choose --recompute full")
+        raise UsageError(f"--keep {variant.keep} --recompute {recompute}: selective keeps nothing "
+                         f"that products gather; leave one of them out, or choose --recompute "
+                         f"full")
     for name, flag in (("keep", f"--keep {variant.keep}"), ("overlap", "--overlap")):
         if getattr(variant, name) == getattr(Variant(), name):
             continue
         able = schemes_with_option(name)
         unable = [scheme for scheme in dict.fromkeys(schemes) if scheme not in able]
         if unable:
-            return (f"{flag}: scheme {', '.join(map(repr, unable))} has no such option; choose "
-                    f"--scheme {','.join(able)}")
+            raise UsageError(f"{flag}: scheme {', '.join(map(repr, unable))} has no such option; "
+                             f"choose --scheme {','.join(able)}")
     if variant.waits and backend and not backend.host_buffers:
-        return (f"--work wait: backend {backend.name!r} holds arrays on a device, and what is "
-                f"moved lies in host memory; choose --backend numpy")
+        raise UsageError(f"--work wait: backend {backend.name!r} holds arrays on a device, and "
+                         f"what is moved lies in host memory; choose --backend numpy")
     known = backend and (*DTYPES, *map(str, backend.more_dtypes))
     if known and variant.dtype not in known:
-        return (f"--dtype {variant.dtype}: backend {backend.name!r} has no such type here; choose "
-                f"one of {', '.join(known)}, or pip install ml_dtypes for bfloat16")
-    return ""
+        raise UsageError(f"--dtype {variant.dtype}: backend {backend.name!r} has no such type "
+                         f"here; choose one of {', '.join(known)}, or pip install ml_dtypes for "
+                         f"bfloat16")
 
 
 def itemsize(dtype: str) -> int:

@@ -19,16 +19,11 @@ TELLING = ("work", "machine", "work_scale", "cluster")
 
 def choose_preset(arguments: argparse.Namespace,
                   refusal: Callable[[Cluster], str] = mpi_refusal) -> tuple[str, str]:
-    """Choose `BEST` where MPI works in an emulated cluster of this machine, else `OTHER`.
+    """Choose `BEST` where MPI works in an emulated cluster of this machine, else `OTHER`; say why.
 
-    A reproduction begun in the folder of results with one of them goes on with it.
-
-    Parameters
-    ----------
-    refusal : callable
-        Returns why MPI does not work in a cluster; "" if it does.
-
-    Raises StoreError when the journal of the folder cannot be read.
+    A reproduction begun in the folder of results with one of them goes on with it.  `refusal`
+    returns why MPI does not work in a cluster; "" if it does.  StoreError when the journal cannot
+    be read.
     """
     told = [f"--{name.replace('_', '-')}" for name in TELLING if getattr(arguments, name)]
     library = arguments.backend or os.environ.get("MM3D_BACKEND") or "numpy"

@@ -1,8 +1,6 @@
 """Measure the training steps of ``--table combined``, one mpirun for each rank count."""
 
 import argparse
-from pathlib import Path
-from typing import Callable
 
 from bench.cases.combined import TABLE, list_cases, load_rows, refuse_options
 from bench.cases.case import shuffle_cases
@@ -16,21 +14,18 @@ from bench.experiments.rows import resume
 from bench.experiments.rows.reproduction import measure_cases
 from bench.records import journal
 from bench.records.journal import Journal
+from bench.reports.finish import write_tables_and_figures
 from mm3d.console import say
 
 PASSED_ON = (*LIMIT_NAMES, "width", "software_share", "stall")    # options of ``measure meshes``
 
 
-def reproduce(arguments: argparse.Namespace, report: Callable[[Path], int]) -> int:
+def reproduce(arguments: argparse.Namespace) -> int:
     """Measure the rows that an earlier command has not finished, and report a folder's.
 
-    Returns
-    -------
-    int
-        0 when all was measured and read, 1 when it was not, 128 plus the number of a signal.
-
-    Raises UsageError for options that these rows do not have, impossible limits, or ranks without
-    a row; StoreError when the results folder cannot be written, or is in use.
+    Return 0 when all was measured and read, 1 when it was not, 128 plus the number of a signal.
+    UsageError for options that these rows do not have, impossible limits, or ranks without a row;
+    StoreError when the results folder cannot be written, or is in use.
     """
     refuse_options(vars(arguments))
     known = sorted({one.ranks for one in list_cases()})
@@ -60,5 +55,5 @@ def reproduce(arguments: argparse.Namespace, report: Callable[[Path], int]) -> i
               measured=progress.measured, of=progress.total)
     status = int(not complete)
     if progress.measured:
-        status |= report(log.folder)
+        status |= write_tables_and_figures(log.folder, show=arguments.show)
     return stopped.status if stopped else status

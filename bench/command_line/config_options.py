@@ -10,7 +10,8 @@ from dataclasses import Field, fields, replace
 from typing import Any, Callable, Iterable, Mapping
 
 from bench.command_line import options
-from bench.command_line.number_types import MOST_NUMBER, MOST_SECONDS, number, whole
+from bench.errors import UsageError, as_usage_error
+from mm3d.model.stack import Stack
 from mm3d.schemes import find_scheme
 
 
@@ -25,15 +26,10 @@ def told(kind: type, names: Iterable[str], **said: Any) -> dict[str, Told]:
             for name in names}
 
 
-def scheme_name(text: str) -> str:
-    """Return the name of the scheme that `text` stands for."""
-    return options.name_of(lambda: find_scheme(text).name)
-
-
 def capacity_factor(text: str) -> float:
     """Read a capacity factor, or "none", which is infinite."""
     try:
-        return math.inf if text == "none" else number(above=True)(text)
+        return math.inf if text == "none" else options.number(above=True)(text)
     except argparse.ArgumentTypeError as error:
         raise argparse.ArgumentTypeError(f"{error}, such as 1.25, or none") from error
 
@@ -41,7 +37,8 @@ def capacity_factor(text: str) -> float:
 # Fields whose values are read from texts of their own.
 TYPES: dict[str, Callable[[str], Any]] = {
     "capacity": capacity_factor, "grid": options.grid_sizes, "recompute": options.recompute_policy,
-    "schedule": options.schedule, "scheme": scheme_name}
+    "schedule": options.schedule,
+    "scheme": lambda text: options.name_of(lambda: find_scheme(text).name)}
 MESH = ("data", "context", "context_way", "shards", "zero", "stages", "schedule", "microbatches",
         "scheme", "grid", "recompute", "backend")
 MEASURED_DTYPES = "float32", "float64"    # of measurements
@@ -49,18 +46,11 @@ MEASURED_DTYPES = "float32", "float64"    # of measurements
 
 def add_fields(parser: argparse._ActionsContainer, kind: type, names: Iterable[str],
                defaults: Mapping[str, Any] = {}, about: str = "{}", **particular: Any) -> None:
-    """Add an option for each of some fields.
+    """Add an option for each of some fields of a configuration.
 
-    Parameters
-    ----------
-    kind : type
-        The configuration.
-    defaults : mapping
-        Default values of options, where they are not those of the fields; or `Told`.
-    about : str
-        The help without the default, with the field's own as {}.
-    **particular
-        Arguments of ``add_argument`` that are those of this verb, such as narrower choices.
+    `defaults` are values of options, where they are not those of the fields, or `Told`; `about` is
+    the help without the default, with the field's own as {}; `particular` are arguments of
+    ``add_argument`` that are those of this verb, such as narrower choices.
     """
     for one in map(kind.__dataclass_fields__.__getitem__, names):
         how, default = one.metadata, defaults.get(one.name, one.default)
@@ -108,11 +98,11 @@ def _values(one: Field) -> dict[str, Any]:
     if one.name in TYPES:
         return {"type": TYPES[one.name], "metavar": letter or "NAME"}
     if "least" in how:
-        return {"type": whole(how["least"], how.get("most", MOST_NUMBER)),
+        return {"type": options.whole(how["least"], how.get("most", options.MOST_NUMBER)),
                 "metavar": letter or "N"}
     if "above" in how or isinstance(one.default, float):
-        return {"type": number(above=how.get("above", False),
-                               most=MOST_SECONDS if letter == "SECONDS" else MOST_NUMBER),
+        most = options.MOST_SECONDS if letter == "SECONDS" else options.MOST_NUMBER
+        return {"type": options.number(above=how.get("above", False), most=most),
                 "metavar": letter or "X"}
     return {"metavar": letter or "NAME"}
 
@@ -125,14 +115,9 @@ def given(kind: type, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def read(kind: Any, arguments: argparse.Namespace, **more: Any) -> Any:
-    """Make a configuration from the options that a verb has.
+    """Make a configuration from the options that a verb has, and `more` fields.
 
-    Parameters
-    ----------
-    kind
-        Its type, or one whose other fields it shall have, in place of defaults.
-    **more
-        Fields that no option says.
+    `kind` is its type, or one whose other fields it shall have, in place of defaults.
     """
     if isinstance(kind, type):
         return kind(**given(kind, arguments) | more)
@@ -145,3 +130,25 @@ def add_inside(parser: argparse.ArgumentParser, before: str = "") -> None:
         f"{before}the direction of the mesh that varies fastest from rank to rank, and so stays "
         f"inside a node: one of the grid's, s for stages, d for replicas that divide a copy of "
         f"the model, r for those across copies (default: the last of the grid's)"))
+
+
+def read_grid(text: str | None, scheme: str, ranks: int, machine: str, stack: Stack,
+              trace_of: Any = None) -> tuple[int, ...] | None:
+    """Read sizes such as ``16x4x1``; ``auto`` is the planner's choice, None the default grid.
+
+    The choice is that for so many ranks of a machine, which `load_machine` reads, and `trace_of`
+    is that of `bench.prediction.planner.rank_plans`.  UsageError when `text` is neither, the
+    scheme has no grid of that many ranks, or there is no such machine or no rate of it for the
+    dtype.
+    """
+    if text is None:
+        return None
+    if text == "auto":
+        from bench.prediction import machine_model, planner
+        with as_usage_error():
+            known = machine_model.load_machine(machine, stack.dtype)
+            return planner.best_grid(scheme, ranks, known, stack, trace_of).sizes
+    try:
+        return options.grid_sizes(text)
+    except argparse.ArgumentTypeError as error:
+        raise UsageError(f"--grid {error}, or auto") from error

@@ -39,7 +39,7 @@ def add_layers(parser: argparse.ArgumentParser) -> None:
 def experts_of(arguments: argparse.Namespace) -> Experts | None:
     """Return the experts that the options of `add_layers` ask for; None for none.
 
-    Raises UsageError when they are not possible, or would do nothing.
+    UsageError when they are not possible, or would do nothing.
     """
     if arguments.experts is not None:
         return experts_from(arguments, Experts.capacity)
@@ -52,7 +52,7 @@ def experts_from(arguments: argparse.Namespace, capacity: float | None,
                  **more: Any) -> Experts:
     """Return ``--experts`` experts, with the options that were given and defaults for the others.
 
-    Raises UsageError when they are not possible, or an option would do nothing beside the others.
+    UsageError when they are not possible, or an option would do nothing beside the others.
     """
     said = given(Experts, arguments)
     if said.get("convention") == "huggingface":

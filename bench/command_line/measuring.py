@@ -7,7 +7,6 @@ from bench.agreement import agree, make_on_each_rank
 from bench.cluster.spec import Cluster
 from bench.command_line import options
 from bench.command_line.config_options import add_fields, given, told
-from bench.command_line.number_types import whole
 from bench.errors import UsageError, as_usage_error
 from bench.instruments import host
 from bench.instruments.available_memory import total_memory
@@ -29,7 +28,7 @@ def add_shared(parser: argparse.ArgumentParser, *names: str) -> None:
 
 def add_stall(parser: argparse.ArgumentParser) -> None:
     """Add ``--stall`` to a verb of several ranks; see `mm3d.tracing.watchdog`."""
-    parser.add_argument("--stall", type=whole(1), metavar="SECONDS", help=(
+    parser.add_argument("--stall", type=options.whole(1), metavar="SECONDS", help=(
         "end the job when a rank has not reported for this time, and print the layer and the "
         "collective of each rank; in timed steps also when all ranks wait in collectives "
         "(default: never)"))
@@ -37,8 +36,7 @@ def add_stall(parser: argparse.ArgumentParser) -> None:
 
 
 def add_limits(parser: argparse.ArgumentParser, **said: str) -> None:
-    """Add the options that limit repetitions; their defaults, but that of the width, are `said`.
-    """
+    """Add the options that limit repetitions; their defaults, but the width's, are `said`."""
     add_fields(parser, Limits, (*LIMIT_NAMES, "width"), told(Limits, LIMIT_NAMES, **said))
 
 
@@ -69,9 +67,7 @@ def limits_of(arguments: argparse.Namespace, defaults: object = None) -> Limits:
     """Return when to stop repeating, as the options of `add_limits`, else `defaults`, say.
 
     Without `defaults` they are those of `add_repetitions`. Of least and most, one that is given
-    alone moves the other's default.
-
-    Raises UsageError when at most fewer repetitions are asked for than at least.
+    alone moves the other's default.  UsageError when the most are fewer than the least.
     """
     found = {name: getattr(defaults or arguments.limits, name) for name in LIMIT_NAMES}
     found |= given(Limits, arguments)
@@ -84,10 +80,7 @@ def limits_of(arguments: argparse.Namespace, defaults: object = None) -> Limits:
 
 
 def one_rank_backend(verb: str, backend: str | None, comm) -> Backend:
-    """Return the array library of a verb that measures one rank.
-
-    Raises UsageError when there are more ranks, or no such library.
-    """
+    """Return the array library of a verb of one rank; UsageError for more, or no such library."""
     if comm.size > 1:
         raise UsageError(f"{verb} measures one rank: start it without mpirun")
     with as_usage_error():
@@ -97,8 +90,7 @@ def one_rank_backend(verb: str, backend: str | None, comm) -> Backend:
 def check_memory(needed: int, backend: str | None, comm) -> None:
     """Check before any work that arrays of `needed` bytes, over all ranks, fit the nodes' memory.
 
-    UsageError on every rank, when those on a node exceed all of its memory, or there is no
-    `backend`.
+    UsageError on every rank, when those on a node exceed its memory, or there is no `backend`.
     """
     on_host = make_on_each_rank(lambda: backends.get(backend), comm).host_buffers
     here, room = needed * launcher.local_ranks() // comm.size, total_memory()
@@ -107,10 +99,7 @@ def check_memory(needed: int, backend: str | None, comm) -> None:
 
 
 def check_model_memory(layers: int, hidden: int, tokens: int, backend: str | None, comm) -> None:
-    """Check before any work that a model fits the memory of the nodes; see `check_memory`.
-
-    Counted are values and gradients of the matrices and the input, in 16 bits.
-    """
+    """Check by `check_memory` a model's matrices, their gradients and its input, in 16 bits."""
     check_memory(2 * hidden * (24 * layers * hidden + tokens), backend, comm)
 
 

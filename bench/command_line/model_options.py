@@ -7,10 +7,10 @@ from typing import Iterable
 import msgspec
 
 from bench.command_line import expert_options, options
-from bench.command_line.config_options import add_fields, told
-from bench.command_line.number_types import MOST_RANKS, whole
+from bench.command_line.config_options import add_fields, read, told
 from bench.errors import UsageError
 from bench.prediction.model_file import ModelFile, load_model
+from mm3d import ModelSizes
 from mm3d.config import Model
 from mm3d.model.sizes import SIZES
 
@@ -31,7 +31,7 @@ def add_named(parser: argparse.ArgumentParser) -> None:
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     """Add the options for the number of ranks and the model that is predicted."""
-    parser.add_argument("--ranks", type=whole(1, MOST_RANKS), required=True,
+    parser.add_argument("--ranks", type=options.ranks, required=True,
                         metavar="N", help="ranks of the job, of all replicas")
     add_named(parser)
     add_fields(parser, Model, (*SIZES, "dtype"), {"batch": 384, **told(
@@ -43,9 +43,7 @@ def read_model(arguments: argparse.Namespace) -> ModelFile | None:
     """Return the model that ``--model`` names, with the sizes of `CHANGES` that were given.
 
     One without experts has those of the options.  All sizes are set as options.  None without
-    ``--model``.
-
-    Raises UsageError when there is no such model, or an option says what it says.
+    ``--model``.  UsageError when there is no such model, or an option says what it says.
     """
     if arguments.model is None:
         return None
@@ -69,6 +67,22 @@ def read_sizes(arguments: argparse.Namespace) -> ModelFile | None:
         if getattr(arguments, name) is None:
             setattr(arguments, name, default)
     return found
+
+
+def model_sizes(arguments: argparse.Namespace) -> ModelSizes:
+    """Return the sizes of a Transformer; by default the tables' heads, or heads of 128 features.
+
+    UsageError when the heads do not divide the features.
+    """
+    hidden, heads = arguments.hidden, arguments.heads
+    if heads is None:
+        from bench.cases.paper import load_tables    # which a training does without
+        heads = load_tables().settings.heads.get(hidden) or max(1, hidden // 128)
+    if hidden % heads:
+        near = heads * max(1, round(hidden / heads))
+        raise UsageError(f"--hidden {hidden}: must be a multiple of --heads {heads}, such as "
+                         f"{near}, or --heads another number")
+    return read(ModelSizes, arguments, heads=heads)
 
 
 def words_of(arguments: argparse.Namespace) -> str:

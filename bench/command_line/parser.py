@@ -15,12 +15,8 @@ PACKAGE = "mm3d[completion]"    # installs what lets shells complete
 class Parser(argparse.ArgumentParser):
     """A parser whose errors one rank prints, in a line that says what would do.
 
-    Options are given in full.  Choices are taken in any case, with or without hyphens.
-
-    Attributes
-    ----------
-    also : sequence of str
-        Words that the caller takes instead of a verb.
+    Options are given in full.  Choices are taken in any case, with or without hyphens.  `also` are
+    words that the caller takes instead of a verb.
     """
 
     also: Sequence[str] = ()
@@ -32,12 +28,9 @@ class Parser(argparse.ArgumentParser):
         """Print what is wrong, in a line; exit with status 2."""
         self.exit(2, f"{self.prog}: error: {in_short(message)}\n")
 
-    def add_version(self) -> None:
-        """Add ``--version``."""
+    def add_program_options(self, command: str) -> None:
+        """Add ``--version``, and ``--print-completion`` for shells to complete `command`."""
         self.add_argument("--version", action="version", version=f"mm3d {mm3d.__version__}")
-
-    def add_completion(self, command: str) -> None:
-        """Add ``--print-completion``, for a shell that shall complete `command`."""
         self.add_argument("--print-completion", metavar="SHELL", action=PrintCompletion,
                           choices=("bash", "zsh", "tcsh"), command=command, help=(
                               f"print what lets a shell complete {command}: bash, zsh or tcsh"))

@@ -6,7 +6,6 @@ from typing import Any
 
 from bench.command_line import options
 from bench.command_line.config_options import add_fields, read, told
-from bench.command_line.number_types import MOST_RANKS, whole
 from bench.errors import UsageError, as_usage_error
 from bench.prediction.pipelines.pipeline_model import PipelineModel, Replicas
 from mm3d.config import Division
@@ -23,10 +22,7 @@ OF_STAGES = ("schedule", "microbatches", "context", "context_way", "zero", "shar
 def add_pipeline(parser: argparse.ArgumentParser, batch: str) -> None:
     """Add the options that divide layers among stages, and ranks among replicas of these.
 
-    Parameters
-    ----------
-    batch : str
-        The end of the sentence in the help about the batch.
+    `batch` ends the sentence in the help about the batch.
     """
     add_fields(parser, Division, ["stages"], told(Division, ["stages"], stages=""), (
         f"predict a pipeline: the ranks are P stages of equally many, each with its layers on a "
@@ -39,14 +35,29 @@ def add_pipeline(parser: argparse.ArgumentParser, batch: str) -> None:
 def add_replicas(parser: argparse.ArgumentParser, what: str) -> None:
     """Add ``--data``, a number of replicas of the stages; `what` says what they are."""
     add_fields(parser, Division, ["data"], told(Division, ["data"]), f"with --stages: {what}",
-               type=whole(1, MOST_RANKS))
+               type=options.ranks)
+
+
+def divide_among_replicas(arguments: argparse.Namespace) -> None:
+    """Divide ``--ranks`` by all replicas, and ``--batch`` by those of ``--data``.
+
+    UsageError when the replicas do not divide them.
+    """
+    data, context = arguments.data or 1, arguments.context or 1
+    for name, parts in (("ranks", data * context), ("batch", data)):
+        value = getattr(arguments, name) or 0
+        if value % parts:
+            by = f" x --context {context}" * (parts > data)
+            raise UsageError(f"--data {data}{by} does not divide --{name} {value}, which is that "
+                             f"of all replicas: a multiple would do")
+        setattr(arguments, name, value // parts or None)
 
 
 def stage_ranks(arguments: argparse.Namespace) -> int:
     """Return the ranks of a stage, all of them without a pipeline.
 
-    Raises UsageError when the stages do not divide the ranks, or an option of pipelines is given
-    without them.
+    UsageError when stages do not divide the ranks; or an option of pipelines is given without
+    them.
     """
     check_stage_options(arguments)
     if arguments.stages is None:
@@ -95,8 +106,8 @@ def pipeline_model(arguments: argparse.Namespace, scheme: str, grids: tuple[Grid
                    stack: Stack, **more) -> PipelineModel:
     """Return the pipeline that the options ask for.
 
-    Raises ValueError for an unknown schedule, and where layers, sequences or replicas cannot be
-    divided so.
+    ValueError for an unknown schedule, and where layers, sequences or replicas cannot be divided
+    so.
     """
     model = PipelineModel(build_schedule(arguments), scheme, grids, stack,
                           **replicas(arguments), **more)

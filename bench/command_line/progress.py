@@ -10,10 +10,7 @@ from mm3d.console import complain, say
 class RowProgress:
     """Show the number of rows done: a bar on a terminal, a line for each row in a log.
 
-    Attributes
-    ----------
-    failures, left_out : list of str
-        Lines of the rows that ended so.
+    `failures` and `left_out` are the lines of rows that ended so.
     """
 
     def __init__(self, total: int, done: int = 0) -> None:

@@ -1,6 +1,8 @@
 """Publish a measurement: write its file, print its table and the name of the file."""
 
+import argparse
 import gc
+from functools import partial
 from pathlib import Path
 from typing import Any, Callable
 
@@ -14,20 +16,10 @@ from mm3d.launcher import wait_patiently
 
 def publish(record: Measurements | None, out: Path, name: str, comm,
             show: Callable[[Measurements], None] | None = None) -> int:
-    """Write a record into the folder `out`, then print its table and the name of its file.
+    """Write a record into the folder `out`, print its tables by `show`, and the name of its file.
 
-    Parameters
-    ----------
-    record : Measurements or None
-        The record on rank 0; it is ignored on the others.
-    show : callable, optional
-        Prints the tables of the record; called on rank 0 alone.
-
-    Returns
-    -------
-    int
-        0 when it was written, 1 when it could not be, which rank 0 prints; the same on every
-        rank.
+    The record and `show` are used on rank 0 alone.  Return 0 when it was written, 1 when it could
+    not be, which rank 0 prints; the same on every rank.
     """
     outcome = None
     if comm.rank == 0:
@@ -46,10 +38,7 @@ def publish(record: Measurements | None, out: Path, name: str, comm,
 
 def measure_and_publish(name: str, work: Callable[[], Measurements | None], out: Path, comm,
                         show: Callable[[Measurements], None] | None = None) -> int:
-    """Publish the record that `work` returns; report the failure where a result was wrong.
-
-    The status is that of `publish`.
-    """
+    """Publish the record that `work` returns; report the failure where a result was wrong."""
     try:
         record = work()
     except WrongResult as wrong:
@@ -57,22 +46,20 @@ def measure_and_publish(name: str, work: Callable[[], Measurements | None], out:
     return publish(record, out, name, comm, show)
 
 
+def publisher(arguments: argparse.Namespace, comm) -> Callable[..., int]:
+    """Lock the folder of ``--out``; return `measure_and_publish` into it, of a name and work."""
+    from bench.reports.micro_tables import showing    # rows show no record alone
+    return partial(measure_and_publish, out=journal.claim_folder(arguments.out, comm), comm=comm,
+                   show=showing(arguments.show))
+
+
 def publish_row(one: Any, measured: Callable[[], Any], write: Callable[[Any], tuple[int, str]],
                 out: Path, comm) -> tuple[int, str]:
     """Measure a row and write its files; note in the journal, and print, how it ended.
 
-    Parameters
-    ----------
-    measured : callable
-        Measures it; every rank calls this.
-    write : callable
-        Writes, on rank 0, what was measured; returns the exit status, and the end of the line.
-
-    Returns
-    -------
-    int, str
-        The exit status, 0 when all was written, and the line that was printed; the same on every
-        rank.
+    Every rank calls `measured`, which measures it, and rank 0 `write`, which writes that and
+    returns the exit status and the end of the line.  Return, the same on every rank, the exit
+    status, 0 when all was written, and the line that was printed.
     """
     def written(found: Any) -> tuple[int, str]:
         if journal.superseded(out):
@@ -106,10 +93,7 @@ def report_failure(name: str, reason: object, comm) -> int:
 
 
 def check_pictures(folder: str | None, comm) -> None:
-    """Check that rank 0 can write into the folder of ``--pictures``, if it was given.
-
-    The same StoreError on every rank when it cannot.
-    """
+    """Raise StoreError on every rank if rank 0 cannot write into the folder of ``--pictures``."""
     if folder:
         make_on_rank_0(lambda: journal.check_folder(folder, "--pictures"), comm)
 
@@ -117,8 +101,7 @@ def check_pictures(folder: str | None, comm) -> None:
 def check_trace_file(file: str | None, comm, traced: int | None = None) -> str | None:
     """Return the file of ``--trace``, if any, into whose folder rank 0 can write.
 
-    Raises UsageError when no step would be traced; the same StoreError on every rank when its
-    folder cannot be written.
+    UsageError when no step would be traced; StoreError on every rank when it cannot be written.
     """
     if not file:
         return None

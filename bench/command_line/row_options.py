@@ -8,9 +8,8 @@ from bench.agreement import broadcast_from_rank_0
 from bench.cases.paper import HEADINGS, PAPER, TITLES, load_tables
 from bench.cases.variants import PLAIN_DTYPE, Variant
 from bench.cluster.spec import Cluster
-from bench.command_line import measuring
+from bench.command_line import measuring, options
 from bench.command_line.config_options import add_fields, read, told
-from bench.command_line.number_types import number, whole
 from bench.errors import UsageError
 from bench.instruments.timing import Limits
 from bench.prediction import memory_fit
@@ -66,11 +65,11 @@ def _preset_values(name: str) -> str:
 
 
 def _add_steps(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--warmup", type=whole(1), metavar="N",
+    parser.add_argument("--warmup", type=options.whole(1), metavar="N",
                         help="steps before the first that is timed, the verified one included "
                              f"(default{_preset_values('warmup')})")
     add_row_limits(parser, _preset_values)
-    parser.add_argument("--traced", type=whole(0), metavar="N",
+    parser.add_argument("--traced", type=options.whole(0), metavar="N",
                         help="trace this number of steps after the timed ones, to show where the "
                              f"time goes; 0 for none (default{_preset_values('traced')})")
 
@@ -78,7 +77,7 @@ def _add_steps(parser: argparse.ArgumentParser) -> None:
 def add_row_limits(parser: argparse.ArgumentParser, values: Callable[[str], str]) -> None:
     """Add the options on the repetitions of rows and their order; `values` tells defaults."""
     measuring.add_limits(parser, **{name: values(name) for name in measuring.LIMIT_NAMES})
-    parser.add_argument("--order", type=whole(0, GREATEST), metavar="SEED",
+    parser.add_argument("--order", type=options.whole(0, GREATEST), metavar="SEED",
                         help="seed of the order in which rows are measured (default: drawn at "
                              "random and recorded)")
 
@@ -95,7 +94,7 @@ def _add_work(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--machine", metavar="NAME", help=(
         "the machine model of --work wait (default: the preset's), and of --grid auto (default "
         "cpu): a supplied one or a .toml file"))
-    parser.add_argument("--work-scale", type=number(above=True), metavar="FACTOR", help=(
+    parser.add_argument("--work-scale", type=options.number(above=True), metavar="FACTOR", help=(
         "with --work wait: multiply the machine's seconds by this factor (default: with the "
         "presets of emulated clusters, how many times slower their links are than the machine's, "
         "else 1)"))
@@ -115,7 +114,7 @@ def software_share(text: str) -> float:
     """Read a fraction of a step, greater than 0 and less than 1; 0 for ``none``."""
     if text == "none":
         return 0.0
-    share = number(above=True)(text)
+    share = options.number(above=True)(text)
     if share >= 1:
         raise argparse.ArgumentTypeError(f"{text!r}: a fraction less than 1 would do, or none")
     return share
@@ -124,12 +123,8 @@ def software_share(text: str) -> float:
 def waited_machine(arguments: argparse.Namespace, comm=None) -> tuple[Machine, float] | None:
     """Return the machine whose seconds ranks wait, and their factor; None if ranks compute.
 
-    Parameters
-    ----------
-    comm : mpi4py.MPI.Intracomm, optional
-        All ranks, if there are several; rank 0 reads the machine.
-
-    UsageError on every rank, when the options contradict each other, or there is no such machine.
+    Rank 0 of `comm`, if given, reads the machine.  UsageError on every rank, when the options
+    contradict each other, or there is no such machine.
     """
     scale, preset = arguments.work_scale, load_tables().presets[arguments.preset]
     if chosen_work(arguments) == "compute":
@@ -179,10 +174,7 @@ def variant(arguments: argparse.Namespace, backend: Backend | None = None) -> Va
 
 
 def node_memory(arguments: argparse.Namespace) -> float | None:
-    """Return the bytes of ``--node-memory``, infinite for none; None if it is not given.
-
-    Raises UsageError when it is not a size.
-    """
+    """Return the bytes of ``--node-memory``, infinite for none; None if it is not given."""
     if arguments.node_memory is None:
         return None
     given = arguments.node_memory
@@ -190,17 +182,13 @@ def node_memory(arguments: argparse.Namespace) -> float | None:
 
 
 def step_counts(arguments: argparse.Namespace) -> tuple[int, Limits]:
-    """Return the number of warm-up steps and the limits of repetitions, by default the preset's.
-
-    Errors are those of `measuring.limits_of`.
-    """
+    """Return the warm-up steps and the limits of repetitions, by default the preset's."""
     preset = load_tables().presets[arguments.preset]
     return _given(arguments, "warmup", preset), measuring.limits_of(arguments, preset)
 
 
 def traced_steps(arguments: argparse.Namespace) -> int:
-    """Return the number of steps to trace, by default the preset's; with ``--trace`` at least 1.
-    """
+    """Return the steps to trace, by default the preset's; with ``--trace`` at least 1."""
     steps = _given(arguments, "traced", load_tables().presets[arguments.preset])
     wanted = arguments.traced is None and getattr(arguments, "trace", None)
     return max(steps, 1) if wanted else steps

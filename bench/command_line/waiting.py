@@ -18,20 +18,6 @@ from bench.prediction.similarity import (emulating_machine, predict_original, pr
 from mm3d.grid.shape import GridShape
 
 
-def modelled_work(arguments: argparse.Namespace,
-                  comm=None) -> Callable[[Case], ModelledWork] | None:
-    """Return the function that gives the seconds that ranks of a case wait; None if they compute.
-
-    Parameters and errors are those of `bench.command_line.row_options.waited_machine`.
-    """
-    found = row_options.waited_machine(arguments, comm)
-    if found is None:
-        return None
-    machine, scale = found
-    preset = load_tables().presets[arguments.preset]
-    return lambda one: work_of(machine, scale, preset.of_table(one.row.table).shrink)
-
-
 def work_of(machine: Machine, scale: float, shrink: float) -> ModelledWork:
     """Return the work of ranks that wait `scale` times the seconds of a machine that is shrunk."""
     shrunk = shrink_machine(machine, shrink)
@@ -39,18 +25,22 @@ def work_of(machine: Machine, scale: float, shrink: float) -> ModelledWork:
                         machine.elementwise_block, scale, shrink)
 
 
-def dilation(arguments: argparse.Namespace, comm) -> Dilation | None:
-    """Return how links and waits are slowed; None where ranks compute or no cluster is emulated.
+def waits_and_dilation(arguments: argparse.Namespace, comm
+                       ) -> tuple[Callable[[Case], ModelledWork] | None, Dilation | None]:
+    """Return what gives the seconds that ranks of a case wait, and how these and links are slowed.
 
-    Parameters are those of `modelled_work`, errors also those of
-    `bench.command_line.row_options.check_share`.
+    None and None where ranks compute; no dilation outside an emulated cluster.  Errors are those
+    of `row_options.waited_machine` and `check_share`.
     """
-    cluster, preset = Cluster.from_environment(), load_tables().presets[arguments.preset]
     row_options.check_share(arguments)
     found = row_options.waited_machine(arguments, comm)
-    if cluster is None or found is None:
-        return None
+    if found is None:
+        return None, None
     machine, scale = found
+    cluster, preset = Cluster.from_environment(), load_tables().presets[arguments.preset]
+
+    def work(one: Case) -> ModelledWork:
+        return work_of(machine, scale, preset.of_table(one.row.table).shrink)
 
     def predict(one: Case, grid: GridShape, order: str, link: float | None) -> Both:
         shrink = preset.of_table(one.row.table).shrink
@@ -58,4 +48,5 @@ def dilation(arguments: argparse.Namespace, comm) -> Dilation | None:
         where, how = (grid, order, one.sizes), (one.variant, arguments.recompute)
         return (predict_phases(model, one.row.scheme, *where, *how),
                 {} if one.overridden else predict_original(machine, one.row, *where, *how))
-    return Dilation(row_options.share_of(arguments, preset), cluster.link, predict, change_links)
+    return work, cluster and Dilation(row_options.share_of(arguments, preset), cluster.link,
+                                      predict, change_links)

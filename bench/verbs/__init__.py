@@ -4,8 +4,8 @@ A file ``NAME.py`` in this folder is the verb NAME and needs to be named nowhere
 
 - a docstring whose first line is its help,
 - ``GROUP``, the heading under which ``--help`` lists it,
-- ``ON_ALL_RANKS``, whether all ranks of ``mpirun`` run it (otherwise rank 0 alone), or a function
-  that returns this for its options,
+- ``ON_ALL_RANKS = True`` where all ranks of ``mpirun`` run it (otherwise rank 0 alone does), or a
+  function that returns this for its options,
 - ``add_options(parser)``, which adds its options to an `argparse.ArgumentParser`, and
 - ``run(arguments, comm)``, or ``run(arguments)`` where one rank runs it: the exit status.  It
   prints tables and notes by ``arguments.show(parts)``, in the ``--format`` that all verbs have,
@@ -19,16 +19,12 @@ verb imports another: they share what is in `bench.command_line`.
 import argparse
 import ast
 import importlib
-import importlib.util
 import pkgutil
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import NoReturn, Sequence
 
-from bench.command_line import options
 from bench.command_line.parser import Parser
-from bench.document import Part
 from bench.errors import UsageError, in_options
 from bench.reports.formats import FORMATS, render
 from mm3d.console import say
@@ -39,15 +35,6 @@ ORDER = ("reproduce", "run", "report", "compare", "merge", "validate", "measure"
          # kinds of measure, and of draw
          "gemm", "collectives", "matmul", "layer", "experts", "pipeline", "checkpoint", "step",
          "meshes", "gpu", "start", "cube", "schedule")
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A verb, or a kind of one, as ``--help`` lists it."""
-
-    name: str
-    group: str
-    about: str
 
 
 def names(verb: str = "") -> list[str]:
@@ -77,7 +64,6 @@ class _Parser(Parser):
     """A parser that raises its message."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise UsageError with `message`."""
         raise UsageError(message)
 
 
@@ -98,29 +84,20 @@ def check_command(name: str, words: Sequence[str], ranks: int = 0) -> None:
             raise UsageError(in_options(str(error), vars(arguments))) from error
 
 
-def show(parts: Sequence[Part]) -> None:
-    """Print parts of a document as text."""
-    say(render(parts))
-
-
 def add_options(parser: argparse.ArgumentParser, verb: ModuleType) -> None:
     """Add the options of a verb, ``--format`` where it prints tables, and how it shows them."""
     verb.add_options(parser)
-    parser.set_defaults(show=show)
+    parser.set_defaults(show=lambda parts: say(render(parts)))
     if getattr(verb, "TABLES", True):
-        options.add_format(parser, FORMATS)
+        parser.add_argument("--format", default="text", choices=FORMATS, help=(
+            "format of the tables (default text); csv is one table of all, with all digits"))
 
 
 def add_verbs(parser: argparse.ArgumentParser, chosen: Sequence[str] | None,
               verb: str = "") -> None:
     """Add all verbs to a parser, or all kinds of `verb`.
 
-    Parameters
-    ----------
-    chosen : sequence of str or None
-        The verb, and its kind, whose options are added; None for all.  Others are not imported.
-    verb : str
-        The verb whose kinds are added; "" for verbs.
+    Only the verb, and its kind, that are `chosen` are imported and have options; all if None.
     """
     several = parser.add_subparsers(dest="kind" if verb else "verb", required=True,
                                     metavar="KIND" if verb else "VERB")
@@ -138,22 +115,20 @@ def add_verbs(parser: argparse.ArgumentParser, chosen: Sequence[str] | None,
             one.set_defaults(verb_file=module)
 
 
-def entry(name: str) -> Entry:
-    """Read the heading and the help of a verb from its source, without importing it."""
-    spec = importlib.util.find_spec(".".join([__name__, *name.split()]))
-    assert spec is not None and spec.origin is not None
-    tree = ast.parse(Path(spec.origin).read_text("utf-8"))
-    group = next((ast.literal_eval(node.value) for node in tree.body
-                  if isinstance(node, ast.Assign)
-                  and [ast.unparse(target) for target in node.targets] == ["GROUP"]), "Kinds")
-    return Entry(name.split()[-1], group, first_line(ast.get_docstring(tree) or ""))
+def groups(verb: str = "") -> dict[str, dict[str, str]]:
+    """List the verbs, or the kinds of `verb`, by heading, each with its help.
 
-
-def groups(verb: str = "") -> dict[str, list[Entry]]:
-    """List the verbs, or the kinds of `verb`, by heading."""
-    found: dict[str, list[Entry]] = {}
-    for one in (entry(f"{verb} {name}") for name in names(verb)):
-        found.setdefault(one.group, []).append(one)
+    Both are read from the sources: importing all verbs takes long.
+    """
+    found: dict[str, dict[str, str]] = {}
+    for name in names(verb):
+        path = Path(__path__[0], verb, name)
+        tree = ast.parse((path / "__init__.py" if path.is_dir() else
+                          path.with_suffix(".py")).read_text("utf-8"))
+        group = next((ast.literal_eval(node.value) for node in tree.body
+                      if isinstance(node, ast.Assign)
+                      and ast.unparse(node.targets[0]) == "GROUP"), "Kinds")
+        found.setdefault(group, {})[name] = first_line(ast.get_docstring(tree) or "")
     return found
 
 

@@ -8,7 +8,6 @@ from typing import Callable
 
 from bench.agreement import make_on_rank_0
 from bench.command_line import measuring, options
-from bench.command_line.number_types import refused
 from bench.command_line.publish import publish, report_failure
 from bench.errors import UsageError, WrongResult
 from bench.prediction import machine_file, machine_model
@@ -50,14 +49,12 @@ def log_file(text: str) -> LogFile:
         return LogFile(text)
     if found := re.fullmatch(r"(node|network)(?::([1-9]\d{0,6}))?", place):
         return LogFile(file, found[1], int(found[2] or 0))
-    raise refused(text, "FILE, LINK=FILE or LINK:RANKS=FILE, where LINK is node or network,")
+    raise options.refused(text, "FILE, LINK=FILE or LINK:RANKS=FILE, where LINK is node or "
+                                "network,")
 
 
 def run(arguments: argparse.Namespace, comm) -> int:
-    """Measure or read samples, and write the file of a model fitted to them; 0 when written.
-
-    Errors are those of `calibrate` and `fit_logs`.
-    """
+    """Measure or read samples, and write the file of a model fitted to them; 0 when written."""
     if arguments.machine and not arguments.logs:
         raise UsageError(f"--machine {arguments.machine} would do nothing here: give --from too, "
                          f"or leave it out")
@@ -73,15 +70,9 @@ def run(arguments: argparse.Namespace, comm) -> int:
 
 
 def fit_logs(path: Path, arguments: argparse.Namespace) -> int:
-    """Fit a machine to logs, print the fit and its residuals, and write the file.
+    """Fit a machine to logs, print the fit and its residuals; 1 when no file can be written.
 
-    Returns
-    -------
-    int
-        0 when it is written, 1 when it cannot be.
-
-    Raises UsageError when a file cannot be read, no line of them can be used, or ``--machine`` was
-    measured.
+    UsageError when a file cannot be read, no line can be used, or ``--machine`` was measured.
     """
     base = machine_model.load_machine(arguments.machine) if arguments.machine else None
     if base and (base.passes or base.collectives):

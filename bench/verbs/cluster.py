@@ -7,7 +7,6 @@ from bench.command_line import measuring
 from bench.errors import UsageError
 
 GROUP = "This machine"
-ON_ALL_RANKS = False
 TABLES = False
 
 

@@ -2,14 +2,13 @@
 
 import argparse
 
-from bench.command_line.number_types import number
+from bench.command_line import options
 from bench.errors import UsageError
 from bench.records.run_file import report_left_out
 from bench.reports.comparison import compare_sides
 from mm3d.console import complain
 
 GROUP = "Look at results"
-ON_ALL_RANKS = False
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -19,17 +18,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     for name, side in (("before", "A"), ("after", "B")):
         parser.add_argument(f"--{name}", nargs="+", metavar="RUN", help=(
             f"the files or folders of side {side}, instead of A B"))
-    parser.add_argument("--fail-on-regression", type=number(), metavar="PERCENT", help=(
+    parser.add_argument("--fail-on-regression", type=options.number(), metavar="PERCENT", help=(
         "exit with 1 when B is slower in a case by more than this, and the test says so too, or "
         "lacks a case of A; takes three runs a side"))
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the comparison; 1 when B fails ``--fail-on-regression`` or a file was left out.
-
-    Raises UsageError when the two sides cannot be compared, or are to be judged by too few runs;
-    StoreError when one of them cannot be read.
-    """
+    """Print the comparison; 1 when B fails ``--fail-on-regression`` or a file was left out."""
     limit = arguments.fail_on_regression
     sides = chosen(arguments)
     parts, failures, problems = compare_sides(*sides, limit)
@@ -41,10 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def chosen(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
-    """Return the files and folders of both sides.
-
-    Raises UsageError when they are not two, or named in both ways.
-    """
+    """Return the files of both sides; UsageError unless they are two, named in one way."""
     plain, named = arguments.sides, (arguments.before, arguments.after)
     if len(plain) == 2 and named == (None, None):
         return plain[:1], plain[1:]

@@ -5,8 +5,8 @@ import shlex
 from pathlib import Path
 
 from bench import mpi
+from bench.command_line import options
 from bench.command_line.config_options import add_fields, told
-from bench.command_line.number_types import number, whole
 from bench.doctor.checks import CHECKS, FAILED, Finding
 from bench.doctor.child_jobs import Facts
 from bench.document import Column, Notes, Part, Table
@@ -16,21 +16,20 @@ from mm3d.config import Division
 from mm3d.console import say
 
 GROUP = "This machine"
-ON_ALL_RANKS = False
 OF_CHECKS = ("launcher", "ranks_per_node", "gpus_per_node", "backend", "variable",
              "device_buffers", "module", "seen", "clean")    # not of ``--gpu whole``
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``doctor``."""
-    parser.add_argument("--ranks", type=whole(1), metavar="N", help=(
+    parser.add_argument("--ranks", type=options.whole(1), metavar="N", help=(
         "number of ranks that the launcher shall start (default 2; 8 with --gpu whole)"))
     parser.add_argument("--launcher", metavar="COMMAND",
                         help="command that starts that many ranks of a program, such as 'srun "
                              "--mpi=pmix -n 8' (default: mpirun)")
-    parser.add_argument("--ranks-per-node", type=whole(0), default=0, metavar="N",
+    parser.add_argument("--ranks-per-node", type=options.whole(0), default=0, metavar="N",
                         help="fail when a node has more ranks (default 0: any number)")
-    parser.add_argument("--gpus-per-node", type=whole(0), default=0, metavar="N",
+    parser.add_argument("--gpus-per-node", type=options.whole(0), default=0, metavar="N",
                         help="fail when a node has fewer GPUs, or ranks share one (default 0: "
                              "none are needed)")
     add_fields(parser, Division, ["backend"], told(Division, ["backend"], backend=""), (
@@ -52,7 +51,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
                         help="fail when this environment module is not loaded; may be repeated")
     parser.add_argument("--out", metavar="DIR",
                         help="fail when results cannot be written into this folder")
-    parser.add_argument("--limit", type=number(above=True), metavar="SECONDS", help=(
+    parser.add_argument("--limit", type=options.number(above=True), metavar="SECONDS", help=(
         "the longest that a child job may take (default 60; 600 with --gpu whole, and half of it "
         "for a self-test)"))
     parser.add_argument("--seen", metavar="DIR",
@@ -65,10 +64,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print every finding, or every step of ``--gpu whole``; return 1 when one failed, else 0.
-
-    Raises UsageError when it runs under a launcher.
-    """
+    """Print every finding, or every step of ``--gpu whole``; return 1 when one failed, else 0."""
     if launcher.local_ranks() > 1:
         raise UsageError("doctor starts the launcher itself: run it without, as in "
                          "python -m bench doctor --launcher 'mpirun -n 8'")
@@ -114,8 +110,6 @@ def test_gpu(arguments: argparse.Namespace) -> int:
     """Run the steps of ``--gpu whole``, a line for each; return 1 when one failed, else 0.
 
     Tests that are all skipped prove nothing: they fail too, but in a rehearsal, which has no GPU.
-
-    Raises UsageError when there is no ``--out``, no such step, or an option of the checks.
     """
     from bench.doctor import gpu_suite
     if not arguments.out:
@@ -144,10 +138,7 @@ def variable(text: str) -> tuple[str, str]:
 
 
 def launcher_command(arguments: argparse.Namespace) -> list[str]:
-    """Return the command that starts the ranks of a program.
-
-    Raises UsageError when ``--launcher`` cannot be read, or there is no mpirun.
-    """
+    """Return the command that starts the ranks of a program."""
     if arguments.seen and not arguments.launcher:
         return ["launcher"]    # serves messages alone
     try:

@@ -5,9 +5,8 @@ import sys
 from dataclasses import replace
 
 from bench.cases.variants import Variant
-from bench.command_line import expert_options, grids, model_options, options, pipeline_options
-from bench.command_line.config_options import add_fields, add_inside, told
-from bench.command_line.number_types import MOST_RANKS, whole
+from bench.command_line import expert_options, model_options, options, pipeline_options
+from bench.command_line.config_options import add_fields, add_inside, read_grid, told
 from bench.errors import UsageError
 from bench.prediction import machine_model, memory_fit
 from bench.prediction.closed_form_plan import GridPlan
@@ -30,7 +29,6 @@ from mm3d.training.mesh import stage_grids
 from mm3d.training.schedules import build
 
 GROUP = "Plan and predict"
-ON_ALL_RANKS = False
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +38,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_fields(parser, Division, ["grid"], about=(
         "{}, or auto for the planner's choice; with --stages and commas between, one for each "
         "stage"), type=str)
-    parser.add_argument("--rank", type=whole(0), default=0, metavar="N",
+    parser.add_argument("--rank", type=options.whole(0), default=0, metavar="N",
                         help="the number of the rank, with --experts or --stages among those of "
                              "all replicas (default 0, whose blocks are the largest)")
     add_fields(parser, Variant, ["keep"], told(Variant, ["keep"]))
@@ -56,7 +54,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "also count what a rank holds of parameters, gradients, masters and the moments of AdamW "
         "where N replicas, of equally many ranks and sequences, divide them, in each stage of "
         "ZeRO; with --stages or --experts also what the replicas send each other; those of "
-        "--context come on top, and have the same sequences"), type=whole(1, MOST_RANKS))
+        "--context come on top, and have the same sequences"), type=options.ranks)
     parser.add_argument("--machine", metavar="NAME", help=(
         "also predict seconds on this machine, a supplied one or a .toml file; --grid auto plans "
         "for it (default longhorn)"))
@@ -74,10 +72,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the tables of a dry run; return 1 when the model does not fit into ``--memory``."""
     gpt = model_options.read_sizes(arguments)
-    grids.divide_among_replicas(arguments)
+    pipeline_options.divide_among_replicas(arguments)
     ranks = pipeline_options.stage_ranks(arguments)
     if gpt is None:
-        sizes = grids.model_sizes(arguments)
+        sizes = model_options.model_sizes(arguments)
         experts = expert_options.experts_of(arguments)
     else:
         sizes, experts = gpt.sizes(arguments.batch), gpt.experts
@@ -87,8 +85,8 @@ def run(arguments: argparse.Namespace) -> int:
     _refuse_without_effect(arguments, experts)
     stack = Stack(**sizes, dtype=arguments.dtype, causal=arguments.causal or bool(arguments.vocab),
                   recompute=arguments.recompute, experts=experts)
-    chosen = [grids.read_grid(text, arguments.scheme, ranks, arguments.machine or "longhorn",
-                              stack, _trace_with_experts(arguments, stack))
+    chosen = [read_grid(text, arguments.scheme, ranks, arguments.machine or "longhorn", stack,
+                        _trace_with_experts(arguments, stack))
               for text in _grid_texts(arguments)]
     machine = (machine_model.load_machine(arguments.machine, arguments.dtype)
                if arguments.machine else None)
@@ -261,10 +259,7 @@ def _refuse_without_effect(arguments: argparse.Namespace, experts: ExpertOptions
 
 def _trace(arguments: argparse.Namespace, grid: GridShape, stack: Stack,
            machine: machine_model.Machine | None) -> Trace:
-    """Run a step of the rank dry.
-
-    Raises ValueError when the scheme cannot use the grid or an option, or there is no such rank.
-    """
+    """Run a step of the rank dry; ValueError when the scheme cannot use the grid or an option."""
     block = machine.elementwise_block if machine else sys.maxsize
     asked = _scheme_options(arguments)
     if stack.experts:

@@ -33,10 +33,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, comm: Any) -> int:
-    """Print the verdicts; 1 when a tensor is outside its envelope, or none was judged.
-
-    Raises UsageError for dumps that cannot be read or compared.
-    """
+    """Print the verdicts; 1 when a tensor is outside its envelope, or none was judged."""
     if not arguments.dumps or arguments.against and len(arguments.dumps) > 1:
         raise UsageError("judge DUMP judges a dump, or several; with --against one")
     folders = arguments.dumps + [arguments.against] * bool(arguments.against)

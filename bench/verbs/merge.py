@@ -9,7 +9,6 @@ from bench.records import merged, run_file
 from mm3d.console import say
 
 GROUP = "Look at results"
-ON_ALL_RANKS = False
 TABLES = False
 
 
@@ -20,10 +19,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the new file and print the number of runs in it; 1 if some were left out, else 0.
-
-    Raises StoreError as `merged.merge_files` does.
-    """
+    """Write the new file and print the number of runs in it; 1 if some were left out, else 0."""
     target = Path(arguments.target)
     files = [path for path in run_file.files_among(arguments.sources)
              if os.path.realpath(path) != os.path.realpath(target)]

@@ -4,11 +4,10 @@ import argparse
 import time
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
-from bench.command_line import (expert_options, grids, model_options, options,
-                                pipeline_options)
+from bench.command_line import expert_options, model_options, options, pipeline_options
 from bench.command_line.config_options import add_fields, told
-from bench.command_line.number_types import MOST_RANKS, whole
 from bench.command_line.progress import StatusLine
 from bench.errors import UsageError, as_usage_error
 from bench.prediction import machine_model, planner
@@ -33,7 +32,6 @@ from mm3d.model.sizes import SIZES
 from mm3d.model.stack import Stack
 
 GROUP = "Plan and predict"
-ON_ALL_RANKS = False
 # Defaults of options; plans of whole trainings, which have a model of their own, have others.
 SIZES_OF_LAYERS = {"layers": 24, "batch": 384, "seq": 512}
 DEFAULTS = SIZES_OF_LAYERS | {"dtype": "float32", "recompute": "none"}
@@ -47,7 +45,7 @@ OF_LAYERS = ("ranks", "recompute", "data", "stages", *pipeline_options.OF_STAGES
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``plan``."""
-    parser.add_argument("--gpus", type=whole(1, MOST_RANKS), metavar="N", help=(
+    parser.add_argument("--gpus", type=options.ranks, metavar="N", help=(
         "instead, plan whole trainings of --model on N GPUs: replicas, stages, schemes and grids, "
         "ZeRO, experts, schedules, micro-batches and recomputation that fit the memory, in "
         "float16 unless --dtype says more"))
@@ -66,12 +64,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--contexts", type=options.numbers, metavar="N,N", help=(
         "instead, count what these numbers of ranks move that divide the positions of sequences "
         "of --model, 8192 to 524288 tokens or --seq, keys and values gathered or in a ring"))
-    parser.add_argument("--ranks", type=whole(1, MOST_RANKS), metavar="N",
+    parser.add_argument("--ranks", type=options.ranks, metavar="N",
                         help="ranks of the job, of all replicas")
     add_fields(parser, Model, (*SIZES, "dtype"), told(
         Model, (*SIZES, "dtype"), hidden=": none", heads=model_options.HEADS, **SIZES_OF_LAYERS))
     options.add(parser, "machine")
-    parser.add_argument("--top", type=whole(1), default=12, metavar="N",
+    parser.add_argument("--top", type=options.whole(1), default=12, metavar="N",
                         help="number of plans to print (default 12)")
     parser.add_argument("--costs", action="store_true", help=(
         "also print what two linear layers cost a rank in 1-D, 2-D, 2.5-D and 3-D, as counted by "
@@ -86,10 +84,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the plans; return 0.
-
-    Raises UsageError when there are fewer than 2 ranks or no plan to print.
-    """
+    """Print the plans; return 0."""
     if arguments.pictures:
         check_folder(arguments.pictures, "--pictures")
     if "help" in (arguments.machine, arguments.model, arguments.rules):
@@ -113,13 +108,13 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.data and not arguments.stages:
         raise UsageError(f"--data {arguments.data}: give --stages too, such as --stages 1; plans "
                          f"without are of one replica")
-    grids.divide_among_replicas(arguments)
+    pipeline_options.divide_among_replicas(arguments)
     pipeline_options.stage_ranks(arguments)
     ranks, dtype, recompute = arguments.ranks, arguments.dtype, arguments.recompute
     if ranks < 2:
         raise UsageError(f"--ranks {ranks}: at least 2 ranks would do, in each replica")
     machine = machine_model.load_machine(arguments.machine, dtype)
-    sizes = grids.model_sizes(arguments)
+    sizes = model_options.model_sizes(arguments)
     experts = expert_options.experts_of(arguments)
     if experts:
         _check_experts(arguments, experts, sizes)
@@ -150,18 +145,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _trainings(arguments: argparse.Namespace) -> int:
-    """Print the plans of whole trainings; return 0.
-
-    Raises UsageError when none fits, with ``--all`` after the table of those that are near.
-    """
+    """Print the plans of whole trainings; return 0.  With ``--all`` also those that do not fit."""
     _require(arguments, *SUCH)
     options.refuse(arguments, OF_LAYERS,
                    "with --gpus the plan says it; leave it, or --gpus and --model, out")
     asked = model_options.words_of(arguments)
-    gpt, dtype = model_options.read_model(arguments), arguments.dtype or "float16"
-    machine = machine_model.load_machine(arguments.machine, dtype)
-    training = Training(gpt, arguments.gpus, arguments.batch, gpt.seq, dtype, machine,
-                        arguments.hide_sums, arguments.machine, asked)
+    training = _training(arguments, arguments.hide_sums, arguments.machine, asked)
     nearest, problem = [], None
     with StatusLine() as status:
         search = Search(training, status.show)
@@ -213,12 +202,10 @@ def _map(arguments: argparse.Namespace) -> int:
     options.refuse(arguments, ("contexts", *OF_TRAININGS,
                                *(name for name in OF_LAYERS if name != "pictures")),
                    "with --map the plans say it; leave it, or --map, out")
-    if max(arguments.map) > MOST_RANKS:
-        raise UsageError(f"--map {max(arguments.map)}: at most {MOST_RANKS} GPUs would do")
-    gpt, dtype = model_options.read_model(arguments), arguments.dtype or "float16"
-    machine = machine_model.load_machine(arguments.machine, dtype)
-    asked = Training(gpt, 1, arguments.batch, gpt.seq, dtype, machine)
-    rates = [factor * machine.network.bytes_per_second for factor in FACTORS]
+    if max(arguments.map) > options.MOST_RANKS:
+        raise UsageError(f"--map {max(arguments.map)}: at most {options.MOST_RANKS} GPUs would do")
+    asked = _training(arguments)
+    rates = [factor * asked.machine.network.bytes_per_second for factor in FACTORS]
     with StatusLine() as status:
         places = [*map_kinds(asked, arguments.map, rates, status.show)]
     arguments.show(map_parts(asked, places))
@@ -238,14 +225,18 @@ def _contexts(arguments: argparse.Namespace) -> int:
     if max(arguments.contexts) > MOST_CONTEXT or min(arguments.contexts) < 2:
         raise UsageError(f"--contexts {','.join(map(str, arguments.contexts))}: numbers from 2 to "
                          f"{MOST_CONTEXT} would do")
-    lengths, dtype = [arguments.seq] if arguments.seq else LENGTHS, arguments.dtype or "float16"
-    gpt = model_options.read_model(arguments)
-    asked = Training(gpt, 1, 1, gpt.seq, dtype,
-                     machine_model.load_machine(arguments.machine, dtype))
+    lengths, asked = [arguments.seq] if arguments.seq else LENGTHS, _training(arguments)
     with as_usage_error(), StatusLine() as status:
         places = [*list_contexts(asked, arguments.contexts, lengths, status.show)]
     arguments.show(context_parts(asked, places))
     return 0
+
+
+def _training(arguments: argparse.Namespace, *more: Any) -> Training:
+    """Return the training of ``--model``, by default of a sequence on one GPU in float16."""
+    gpt, dtype = model_options.read_model(arguments), arguments.dtype or "float16"
+    return Training(gpt, arguments.gpus or 1, arguments.batch or 1, gpt.seq, dtype,
+                    machine_model.load_machine(arguments.machine, dtype), *more)
 
 
 def _require(arguments: argparse.Namespace, *names: str) -> None:

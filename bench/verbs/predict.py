@@ -7,7 +7,6 @@ from bench.cases.paper import HEADINGS
 from bench.cases.selection import select_rows
 from bench.command_line import measuring, options, pipeline_options
 from bench.command_line.config_options import MEASURED_DTYPES, add_fields
-from bench.command_line.number_types import whole
 from bench.errors import UsageError, as_usage_error
 from bench.instruments import host
 from bench.prediction import machine_model
@@ -42,7 +41,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", metavar="FILE.csv", help=(
         "predict the steps of training in this file, measured by others, instead; its columns "
         "are those of vTrain, see bench/prediction/README.rst"))
-    parser.add_argument("--fit", type=whole(1), metavar="GPUS", help=(
+    parser.add_argument("--fit", type=options.whole(1), metavar="GPUS", help=(
         "with --steps: fit the achieved fractions of the machine to the rows of at most so many "
         "GPUs first"))
     parser.add_argument("--table", metavar="NAMES", help=(
@@ -67,7 +66,7 @@ def add_measured(parser: argparse._ArgumentGroup) -> None:
     parser.add_argument("--layer", type=options.sizes("HIDDEN,HEADS,BATCH,SEQ"), action="append",
                         metavar="HIDDEN,HEADS,BATCH,SEQ", help="a Transformer; may be repeated")
     add_fields(parser, Model, ["layers"], {"layers": 1})
-    parser.add_argument("--rounds", type=whole(1), default=20, metavar="N",
+    parser.add_argument("--rounds", type=options.whole(1), default=20, metavar="N",
                         help="rounds over all measurements, whose medians count (default 20)")
     known = [name for name, scheme in registry().items() if scheme.divides_work]
     add_fields(parser, Division, ["scheme"], {"scheme": []}, (
@@ -166,11 +165,7 @@ def _measured(arguments: argparse.Namespace) -> int:
 
 
 def _measure(arguments: argparse.Namespace, comm) -> int:
-    """Measure products and layers, print them beside the model's seconds; 0 when written.
-
-    Raises UsageError when a scheme has no grid of this many ranks, or the machine is a model for
-    other ranks, another transport or other dtypes.
-    """
+    """Measure products and layers, print them beside the model's seconds; 0 when written."""
     from bench.agreement import broadcast_from_rank_0
     from bench.cluster.spec import Cluster
     from bench.command_line.publish import measure_and_publish

@@ -10,7 +10,6 @@ from bench.records.run_file import report_left_out
 from bench.reports.figures import METADATA
 
 GROUP = "Look at results"
-ON_ALL_RANKS = False
 NEEDED = {"format": "", "parts": "", "figure_format": "figures", "talk": "figures",
           "out": "page"}    # "": tables
 
@@ -34,10 +33,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the tables, draw the figures, write the page.
-
-    Return 1 when a figure cannot be drawn or a file was left out, else 0.
-    """
+    """Print tables, draw figures, write the page; 1 when one is not drawn or a file left out."""
     # Each way to show results imports its own: tables need no figures, and these no tables.
     path, draws = Path(arguments.folder), arguments.figures is not None
     if draws or arguments.page:

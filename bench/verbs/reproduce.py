@@ -8,12 +8,11 @@ import argparse
 import math
 import shlex
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any, Mapping, Sequence
 
-from bench.cases import combined
-from bench.cases.case import Case, check_variant, check_verifiable, make_case, shuffle_cases
+from bench.cases import combined, variants
+from bench.cases.case import Case, check_verifiable, make_case, shuffle_cases
 from bench.cases.paper import Preset, Row, load_tables
 from bench.cases.selection import equal_token_rows, select_rows
 from bench.cluster.run import run_verb_inside
@@ -35,7 +34,6 @@ from mm3d.arrays import backend as backends
 from mm3d.console import complain, say
 
 GROUP = "Measure the paper's tables"
-ON_ALL_RANKS = False
 ROUNDS = 3    # of --precise
 PRECISE = {"software_share": 0.1, "repetitions": 3, "traced": 1}    # on an emulated cluster
 
@@ -65,15 +63,9 @@ def run(arguments: argparse.Namespace) -> int:
     The default preset is the best that this machine can run.  Rows that an earlier reproduction,
     stopped or killed, has finished with the same settings are not measured again.
 
-    Returns
-    -------
-    int
-        0 when all rows were measured, but for rows of ``--equal-tokens`` left out for lack of
-        memory; 1 when others were not; 128 plus the number of a signal.  With ``--paper`` 1 when
-        a cell is not as its file expects.
-
-    Raises UsageError when started under mpirun, there is no mpirun to start, or an argument is not
-    valid; StoreError when the results folder cannot be written, or is in use.
+    Return 0 when all rows were measured, but for rows of ``--equal-tokens`` left out for lack of
+    memory; 1 when others were not; 128 plus the number of a signal.  With ``--paper`` 1 when a
+    cell is not as its file expects.
     """
     if arguments.paper:
         others = [word.partition("=")[0] for word in arguments.words if word.startswith("--")
@@ -87,8 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("reproduce starts mpirun itself: run it without, as in "
                          "python -m bench reproduce")
     if arguments.table == combined.TABLE:
-        return combined_rows.reproduce(arguments, partial(write_tables_and_figures,
-                                                          show=arguments.show))
+        return combined_rows.reproduce(arguments)
     why = add_preset(arguments) if arguments.preset is None else ""
     preset = load_tables().presets[arguments.preset]
     outside = preset.cluster and Cluster.from_environment() is None
@@ -101,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
             if getattr(arguments, name) is None:
                 setattr(arguments, name, value)
     if outside:
-        return run_verb_inside(Cluster.parse(preset.cluster), arguments.words, ON_ALL_RANKS)
+        return run_verb_inside(Cluster.parse(preset.cluster), arguments.words, False)
     wanted = row_settings(arguments)
     row_options.node_memory(arguments)    # refused here once, not by every job
     row_options.check_share(arguments)
@@ -178,27 +169,20 @@ def row_settings(arguments: argparse.Namespace) -> dict[str, Any]:
 
     These are the sizes, repetitions and seed that are asked for, the source, the machine, its
     libraries and the variables that tune them; not the names of the rows, nor their order.
-
-    Raises UsageError when an argument is not valid.
     """
     warmup, limits = row_options.step_counts(arguments)
     with as_usage_error():
         library = backends.get(arguments.backend)
+    waits = row_options.waited_machine(arguments)
+    if waits is None and arguments.machine:
+        raise UsageError(f"--machine {arguments.machine}: only --work wait waits for the seconds "
+                         f"of a machine; give both, or leave --machine out")
     return {"preset": arguments.preset, "warmup": warmup, **vars(limits),
             "traced": row_options.traced_steps(arguments), "seed": arguments.seed,
             "recompute": arguments.recompute, "software_share": arguments.software_share,
             **asdict(row_options.variant(arguments, library)),
-            **waited_settings(arguments),
+            **(dict(zip(resume.WAITED, (waits[0].name, waits[1]))) if waits else {}),
             **resume.machine_settings(library.name)}
-
-
-def waited_settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings of the seconds that ranks wait, {} if they compute; or UsageError."""
-    found = row_options.waited_machine(arguments)
-    if found is None and arguments.machine:
-        raise UsageError(f"--machine {arguments.machine}: only --work wait waits for the seconds "
-                         f"of a machine; give both, or leave --machine out")
-    return {} if found is None else dict(zip(resume.WAITED, (found[0].name, found[1])))
 
 
 def cases_of_options(arguments: argparse.Namespace) -> list[Case]:
@@ -206,7 +190,7 @@ def cases_of_options(arguments: argparse.Namespace) -> list[Case]:
     rows = rows_of_options(arguments)
     library = backends.get(arguments.backend)
     variant = row_options.variant(arguments, library)
-    check_variant(variant, rows, library, arguments.recompute)
+    variants.check(variant, (row.scheme for row in rows), library, arguments.recompute)
     return [make_case(row, arguments.preset, variant) for row in rows]
 
 
@@ -262,8 +246,8 @@ def announce_start(progress: RowProgress, preset: str, out: Path,
     progress.say(f"{notes.counted(progress.total, 'row')}, preset {preset}, on "
                  f"{host.cpu_model()}, {launcher.cores()} cores; {where}results in {out}; order "
                  f"{reproduction.order}")
-    if left_behind := leftover_memory.removal_advice(leftover_memory.abandoned_segments()):
-        progress.say(left_behind)
+    for line in _left_behind():
+        progress.say(line)
     if progress.done:
         progress.say(f"going on with what was begun at {reproduction.begun[:19]} UTC: "
                      f"{notes.counted(progress.done, 'row')} of it measured before")
@@ -285,12 +269,7 @@ def report_end(log: Journal, reproduction: Reproduction, progress: RowProgress,
                arguments: argparse.Namespace) -> int:
     """Record and print how a reproduction ended, and show its results; return the exit status.
 
-    Parameters
-    ----------
-    progress : RowProgress
-        The rows that this process has measured, and those that failed or were left out.
-    spare : dict of str to str
-        Titles and names of the rows that may be left out for lack of memory.
+    `spare` has titles and names of the rows that may be left out for lack of memory.
     """
     spared = {name for title, name in spare.items()
               if any(line.startswith(f"left out: {title}:") for line in progress.left_out)}
@@ -299,34 +278,28 @@ def report_end(log: Journal, reproduction: Reproduction, progress: RowProgress,
     missing = set(resume.missing_rows(reproduction, log.folder)) - spared
     outcome = "stopped" if stopped else "incomplete" if lacking or missing else "complete"
     log.write("end", outcome=outcome, measured=progress.measured, of=progress.total)
-    print_lines(f"{len(progress.failures)} of {progress.total} rows failed:", progress.failures)
-    print_lines(f"{len(progress.left_out)} of {progress.total} rows left out for lack of memory:",
-                progress.left_out)
+    for what, lines in (("failed", progress.failures),
+                        ("left out for lack of memory", progress.left_out)):
+        if lines:
+            complain(f"\n{len(lines)} of {progress.total} rows {what}:",
+                     *(f"  {line}" for line in lines))
     status = int(lacking > 0)
     goes_on = reproduction.settings.get(resume.ROUND, ROUNDS) < ROUNDS and outcome == "complete"
     if progress.measured and not goes_on:
         status |= write_tables_and_figures(log.folder, not stopped, arguments.show)
     if stopped or lacking:
-        print_rest(log.folder, progress, stopped, arguments.words)
+        complain(f"\n{stopped or 'Ended'}: {progress.measured} of {progress.total} rows are in "
+                 f"{log.folder}; {command_for_rest(arguments.words)}", *_left_behind())
     elif missing:
         say(f"\nstill to measure of what was begun at {reproduction.begun[:19]} UTC: "
             f"{notes.counted(len(missing), 'row')}, with which the command that began it goes on")
     return stopped.status if stopped else status
 
 
-def print_lines(heading: str, lines: list[str]) -> None:
-    """Print lines below a heading to standard error; nothing without lines."""
-    if lines:
-        complain(f"\n{heading}", *(f"  {line}" for line in lines))
-
-
-def print_rest(folder: Path, progress: RowProgress, stopped: Stopped | None,
-               words: list[str]) -> None:
-    """Print to standard error how many rows are there, and the command that measures the rest."""
-    complain(f"\n{stopped or 'Ended'}: {progress.measured} of {progress.total} rows are in "
-             f"{folder}; {command_for_rest(words)}")
-    if left_behind := leftover_memory.removal_advice(leftover_memory.abandoned_segments()):
-        complain(left_behind)
+def _left_behind() -> list[str]:
+    """Say, in a line, how to remove what killed jobs have left in shared memory; [] for none."""
+    advice = leftover_memory.removal_advice(leftover_memory.abandoned_segments())
+    return [advice] * bool(advice)
 
 
 def command_for_rest(words: list[str]) -> str:

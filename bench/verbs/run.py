@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Callable, Sequence
 
 from bench.agreement import broadcast_from_rank_0
-from bench.cases.case import (Case, check_variant, check_verifiable, make_case, row_stack,
-                              shuffle_cases)
+from bench.cases import variants
+from bench.cases.case import Case, check_verifiable, make_case, row_stack, shuffle_cases
 from bench.cases.paper import Row
 from bench.cases.selection import equal_token_rows, rows_by_name, select_rows
 from bench.cases.variants import Variant
 from bench.cluster.spec import rate_text
-from bench.command_line import grids, measuring, row_options, waiting
-from bench.command_line.config_options import add_fields, told
+from bench.command_line import measuring, row_options, waiting
+from bench.command_line.config_options import add_fields, read_grid, told
 from bench.command_line.publish import check_trace_file, publish_row
 from bench.errors import UsageError
 from bench.experiments.rows.dilation import set_links
@@ -62,11 +62,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, comm) -> int:
-    """Measure every selected row of `comm.size` ranks; return the exit status.
-
-    Raises UsageError when no row has that many ranks, or an argument is not valid; StoreError
-    when the results folder cannot be written.
-    """
+    """Measure every selected row of `comm.size` ranks; return the exit status."""
     rows = rows_of_names(arguments, comm.size)
     settings, variant = read_row_settings(arguments, rows, comm)
     cases = make_cases(rows, comm.size, arguments, variant)
@@ -115,19 +111,16 @@ def at_rates(settings: Settings,
 
 def read_row_settings(arguments: argparse.Namespace, rows: list[Row],
                       comm) -> tuple[Settings, Variant]:
-    """Return the settings and the variant that the options give to all rows.
-
-    The same UsageError on every rank when an option is not valid, or not for these rows.
-    """
+    """Return the settings and the variant that the options give to all rows."""
     warmup, limits = row_options.step_counts(arguments)
     grid = grid_chooser(arguments, comm)
     check_backend(arguments.backend, comm)
     library = backends.get(arguments.backend)
     variant, memory = row_options.variant(arguments, library), row_options.node_memory(arguments)
-    check_variant(variant, rows, library, arguments.recompute)
+    variants.check(variant, (row.scheme for row in rows), library, arguments.recompute)
     order = comm.bcast(random.SystemRandom().randrange(2 ** 31) if arguments.order is None
                        else arguments.order)
-    dilation = waiting.dilation(arguments, comm)
+    waits, dilation = waiting.waits_and_dilation(arguments, comm)
     if arguments.links and not dilation:
         raise UsageError("--links: rates are those of the links of an emulated cluster, while "
                          "ranks wait for their work; give --cluster, such as --cluster "
@@ -139,15 +132,11 @@ def read_row_settings(arguments: argparse.Namespace, rows: list[Row],
         stop=lambda: bool(arguments.stop_file) and stop_file_exists(Path(arguments.stop_file)),
         fits=lambda one, sizes, comm: node_memory.check_row_fits(
             one, sizes, arguments.recompute, library, comm, memory),
-        waits=waiting.modelled_work(arguments, comm),
-        dilation=dilation), variant
+        waits=waits, dilation=dilation), variant
 
 
 def rows_of_names(arguments: argparse.Namespace, ranks: int) -> list[Row]:
-    """List the rows that the options name; for a scheme that the paper lacks, of `ranks` ranks.
-
-    Raises UsageError when a name is unknown, or rows are named in both ways.
-    """
+    """List the rows that the options name; for a scheme that the paper lacks, of `ranks` ranks."""
     if arguments.rows is None:
         rows = select_rows(arguments.table, arguments.scheme, ranks)
     else:
@@ -174,10 +163,7 @@ def describe_left_out(pairs: str | None, ranks: int) -> list[str]:
 
 def make_cases(rows: list[Row], ranks: int, arguments: argparse.Namespace,
                variant: Variant) -> list[Case]:
-    """Make the cases of all `rows` that are for `ranks` ranks, in this variant.
-
-    Raises UsageError when there are none.
-    """
+    """Make the cases of all `rows` that are for `ranks` ranks; UsageError when there are none."""
     sizes = {name: getattr(arguments, name) for name in SIZES}
     cases = [make_case(row, arguments.preset, variant, **sizes)
              for row in rows if row.gpus == ranks]
@@ -198,11 +184,7 @@ def make_cases(rows: list[Row], ranks: int, arguments: argparse.Namespace,
 
 def grid_chooser(arguments: argparse.Namespace,
                  comm) -> Callable[[Case], tuple[int, ...]] | None:
-    """Return the function that gives a case the grid of ``--grid``; None without.
-
-    UsageError on every rank, when nothing is planned for ``--machine``, there is no such machine,
-    or it has no rate for the dtype.
-    """
+    """Return the function that gives a case the grid of ``--grid``; None without."""
     name = arguments.machine or "cpu"
     if arguments.grid == "auto":
         broadcast_from_rank_0(lambda: machine_model.load_machine(name, arguments.dtype), comm)
@@ -211,7 +193,7 @@ def grid_chooser(arguments: argparse.Namespace,
                          f"leave --machine out")
     if arguments.grid is None:
         return None
-    return lambda one: broadcast_from_rank_0(lambda: grids.read_grid(
+    return lambda one: broadcast_from_rank_0(lambda: read_grid(
         arguments.grid, one.row.scheme, comm.size, name,
         row_stack(one.variant, one.sizes, arguments.recompute)), comm)
 

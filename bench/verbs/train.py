@@ -15,7 +15,6 @@ from bench.agreement import make_on_each_rank, make_on_rank_0
 from bench.command_line import expert_options, measuring, model_options, options
 from bench.command_line.config_options import (MESH, Told, add_fields, add_inside, names_of, read,
                                                told)
-from bench.command_line.number_types import whole
 from bench.command_line.publish import check_pictures, publish, report_failure
 from bench.errors import UsageError, WrongResult, as_usage_error
 from bench.experiments.products.operands import observe_products
@@ -64,7 +63,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_inside(parser)
     add_fields(parser, Course, COURSE, told(Course, COURSE, checkpoints=(
         f": a folder of its own for each text and settings, in ./{CHECKPOINTS}")))
-    parser.add_argument("--sample", type=whole(1), metavar="N",
+    parser.add_argument("--sample", type=options.whole(1), metavar="N",
                         help="print N bytes that the trained model writes")
     options.add_torch(parser, "the same model is trained afterwards, from the same parameters on "
                               "the same batches")
@@ -96,10 +95,7 @@ def run(arguments: argparse.Namespace, comm) -> int:
 
 
 def place_ranks(comm, division: Division, inside: str):
-    """Return the ranks in the order in which a direction of their mesh lies inside nodes.
-
-    UsageError on every rank alike, when there is no such mesh, or no such direction in it.
-    """
+    """Return the ranks in the order in which a direction of their mesh lies inside nodes."""
     with as_usage_error():
         shards = check_data(comm.size, division.data, division.shards, division.context)
         kind, replicas = find_scheme(division.scheme), division.data * division.context
@@ -151,10 +147,7 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
 
 
 def check_ranks(arguments: argparse.Namespace, ranks: int) -> None:
-    """Build the model of so many ranks dry, as the first of them.
-
-    Raises UsageError when there is no such model, or the ranks cannot divide it so.
-    """
+    """Build the model of so many ranks dry, as the first; UsageError when there is none."""
     config = Config(make_plan(arguments), read(Division, arguments))
     with as_usage_error():
         dry_run.trace(lambda comm, backend: GPT(config.on(backend), comm), ranks, 0, sys.maxsize,

@@ -9,7 +9,6 @@ from bench.validation.files import check_file
 from mm3d.console import say
 
 GROUP = "Look at results"
-ON_ALL_RANKS = False
 TABLES = False
 
 
@@ -29,10 +28,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the violations and warnings of each file; 1 if one is not valid or not read, else 0.
-
-    Raises StoreError when there is no such file.
-    """
+    """Print violations and warnings of each file; 1 if one is not valid or not read, else 0."""
     status, unread = 0, []
     for path in run_file.files_among(arguments.sources):
         try:

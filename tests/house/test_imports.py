@@ -26,7 +26,7 @@ FLOORS = {
     "bench": ["document errors mpi statistics least_squares", "text_files", "agreement",
               "cases cluster",
               "records", "instruments", "checks", "experiments",
-              "prediction validation doctor", "papers reports command_line", "verbs",
+              "prediction validation doctor", "papers reports", "command_line", "verbs",
               "__main__ __init__"],
     "jobs": ["slurm own_options environment site_tables", "site", "fitting", "scripts",
              "standings", "single collect", "__main__ __init__"]}

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bench.__main__ import parser as bench
-from bench.command_line import grids
+from bench.command_line import pipeline_options
 from jobs.__main__ import parser as jobs
 from refused import parsers_of
 from support import ROOT, run_python
@@ -52,7 +52,8 @@ def test_commands_are_understood(program, words):
     elif rest:    # a verb alone may be mentioned without what it needs
         found = PROGRAMS[program]().parse_args([first, *rest])
         if first in ("dry", "plan"):
-            grids.divide_among_replicas(found)    # refuses ranks that replicas do not divide
+            # which refuses ranks that replicas do not divide
+            pipeline_options.divide_among_replicas(found)
 
 
 # Commands that `test_cheap_commands_end_as_told` leaves out, by a pattern of all their words.

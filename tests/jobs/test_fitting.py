@@ -23,10 +23,14 @@ def site(**node):
     return msgspec.structs.replace(found, node=msgspec.structs.replace(found.node, **node))
 
 
-def weak(scheme="3d", ranks=8):
-    """The tiny weak row."""
+def weak(scheme="3d", ranks=8, preset="tiny", variant=Variant()):
+    """The weak row."""
     return make_case(next(row for row in select_rows("weak", scheme) if row.gpus == ranks),
-                     "tiny")
+                     preset, variant)
+
+
+def script_of(tmp_path, one, memory):
+    return scripts.row_script(scripts.JobSettings(site(gpu_memory=memory), "gpu4", tmp_path), one)
 
 
 def test_a_row_gets_the_policy_that_fits_or_is_refused(tmp_path):
@@ -38,12 +42,10 @@ def test_a_row_gets_the_policy_that_fits_or_is_refused(tmp_path):
     assert tight.fits and tight.recompute != "none" and tight.peak < found.peak
     refused = fitting.fit_row(site(gpu_memory="1 KB"), one)
     assert not refused.fits and "with any policy" in refused.refusal(1000)
-    work = scripts.JobSettings(site(gpu_memory=f"{found.peak - 1} B"), "gpu4", tmp_path)
-    script = scripts.row_script(work, one)
+    script = script_of(tmp_path, one, f"{found.peak - 1} B")
     assert f"--recompute={tight.recompute}" in script
     assert "-m bench dry" in script and f"--memory={found.peak - 1} B" in script
-    assert "bench dry" not in scripts.row_script(
-        scripts.JobSettings(site(gpu_memory=None), "gpu4", tmp_path), one)
+    assert "bench dry" not in script_of(tmp_path, one, None)
 
 
 @pytest.mark.parametrize("variant", [Variant(dtype="float64"), Variant(dtype="float16"),
@@ -52,38 +54,29 @@ def test_a_row_gets_the_policy_that_fits_or_is_refused(tmp_path):
                          ids=lambda variant: variant.slug)
 def test_a_variant_is_held_against_what_it_needs_itself(tmp_path, variant, capsys):
     """In its own dtype, with what it keeps; the script's dry run and run are of one model."""
-    float32 = weak(ranks=64)    # on 8 ranks float32 copies of blocks need as much as float16 saves
-    row, (grid, sizes) = float32.row, of(float32)
-    one = make_case(row, "tiny", variant)
-    dtype = fitting.numpy_dtype(variant)
-    most = memory_fit.predict_peak("3d", grid, Stack(**sizes))
+    # On 64 ranks: on 8 float32 copies of blocks need as much as float16 saves.
+    one, dtype = weak(ranks=64, variant=variant), fitting.numpy_dtype(variant)
+    grid = mm3d.SCHEMES["3d"].default_grid(64)
+    most = memory_fit.predict_peak("3d", grid, Stack(**one.sizes))
     found = fitting.fit_row(site(gpu_memory=f"{most} B"), one)
-    plain = fitting.fit_row(site(gpu_memory=f"{most} B"), float32)
-    assert plain == fitting.RowFit("none", most)
-    stack = replace(row_stack(variant, sizes), dtype=dtype)
-    needed = memory_fit.predict_peak("3d", grid, stack, variant)
-    if dtype == "float16":
-        assert found == fitting.RowFit("none", needed) and needed < most
-    elif needed > most:
+    assert fitting.fit_row(site(gpu_memory=f"{most} B"), weak(ranks=64)) == fitting.RowFit(
+        "none", most)
+    needed, again = (memory_fit.predict_peak("3d", grid, replace(
+        row_stack(variant, one.sizes, policy), dtype=dtype), variant)
+        for policy in ("none", found.recompute))
+    assert variant.causal or (needed > most) == (dtype != "float16")
+    if needed <= most:
+        assert found == fitting.RowFit("none", needed)
+    else:
         assert not found.fits or found.recompute != "none" and found.peak <= most
         assert variant.keep == "none" or not parse_policy(found.recompute).selective
-    assert variant.causal or (needed > most) == (dtype != "float16")
-    needed = memory_fit.predict_peak("3d", grid, replace(stack, recompute=found.recompute),
-                                     variant)
-    script = scripts.row_script(
-        scripts.JobSettings(site(gpu_memory=f"{most} B"), "gpu4", tmp_path), one)
+    script = script_of(tmp_path, one, f"{most} B")
     for option in {f"--dtype={variant.dtype}", f"--keep={variant.keep}"} & {*variant.arguments()}:
         assert option in script
-    options = fitting.dry_options(one, found.recompute, needed)
-    assert f"--dtype={dtype}" in options and all(word in script for word in options[:-1])
-    assert main(["dry", *options]) == 0
-    assert "it fits" in capsys.readouterr().out
-    assert main(["dry", *fitting.dry_options(one, found.recompute, needed // 2)]) == 1
-
-
-def of(one):
-    """The grid and the sizes of a case."""
-    return mm3d.SCHEMES[one.row.scheme].default_grid(one.row.gpus), one.sizes
+    words = fitting.dry_options(one, found.recompute, again)
+    assert f"--dtype={dtype}" in words and all(word in script for word in words[:-1])
+    assert main(["dry", *words]) == 0 and "it fits" in capsys.readouterr().out
+    assert main(["dry", *fitting.dry_options(one, found.recompute, again // 2)]) == 1
 
 
 def test_ranks_share_the_memory_of_their_gpu_or_node():
@@ -94,8 +87,7 @@ def test_ranks_share_the_memory_of_their_gpu_or_node():
 
 def test_the_largest_row_fits_the_paper_s_gpus():
     """Weak 1-D on 64 needs most beyond what full recomputation saves; gpu4 says how it fits."""
-    one = make_case(next(row for row in select_rows("weak", "1d") if row.gpus == 64), "paper")
-    found = fitting.fit_row(load_site("gpu4"), one)
+    found = fitting.fit_row(load_site("gpu4"), weak("1d", 64, "paper"))
     assert found.fits and found.recompute == "uniform:2+selective"
     assert 13.6 < found.peak / 2 ** 30 < 15
 

@@ -155,21 +155,32 @@ def test_the_script_of_a_training_step_starts_it(tmp_path, capsys):
     assert f"'--machine={machine}'" in (tmp_path / "out" / "jobs" / "collect.sh").read_text()
 
 
-@pytest.mark.parametrize("run, words, message", [
-    ({}, ["--scheme", "3d"], "--table combined --scheme: its file bench/cases/combined.toml"),
-    ({}, ["--inside", "z"], "--table combined --inside: "),
-    ({}, ["--recompute", "full"], "--table combined --recompute: "),
-    ({}, ["--preset", "laptop"], "--table combined --preset laptop: paper or tiny would do"),
-    ({}, ["--ranks", "36"], "--ranks 36: these rows are for 8, 16, 64 ranks"),
-    ({}, ["--machine", "nowhere.toml"], "nowhere.toml"),
+COMBINED = ["--table", "combined"]
+
+
+@pytest.mark.parametrize("tables, words, message", [
+    ({}, [*COMBINED, "--scheme", "3d"], "--table combined --scheme: its file bench/cases/"),
+    ({}, [*COMBINED, "--inside", "z"], "--table combined --inside: "),
+    ({}, [*COMBINED, "--recompute", "full"], "--table combined --recompute: "),
+    ({}, [*COMBINED, "--preset", "laptop"],
+     "--table combined --preset laptop: paper or tiny would do"),
+    ({}, [*COMBINED, "--ranks", "36"], "--ranks 36: these rows are for 8, 16, 64 ranks"),
+    ({}, [*COMBINED, "--machine", "nowhere.toml"], "nowhere.toml"),
     ({}, ["--table", "weak", "--machine", "longhorn"],
      "--machine longhorn: only rows of --table combined are predicted; leave it out"),
-    ({"machine": "nowhere"}, [], "nowhere"),
-    ({"options": ["--traced=1"]}, [],
-     "run.options: --table combined: --traced is no option of bench measure meshes")])
-def test_what_training_steps_on_meshes_cannot_have(tmp_path, capsys, run, words, message):
-    given = ["--site", site_file(tmp_path, run=run), "--table", "combined", "--out",
-             str(tmp_path / "out"), *words]
+    (dict(run={"machine": "nowhere"}), COMBINED, "nowhere"),
+    (dict(run={"options": ["--traced=1"]}), COMBINED,
+     "run.options: --table combined: --traced is no option of bench measure meshes"),
+    ({}, ["--inside", "z", "--scheme", "2d"],
+     "--inside z: the grid of scheme '2d' has the directions x, y; choose one of them, or auto"),
+    ({}, ["--scheme", "4d"], "4d"),
+    (dict(run={"backend": "cupy"}, node={"gpus": 4}, launch={"gpu_binding": "rank"}),
+     ["--preset", "emulated"], "--preset emulated: its ranks wait for their work, with arrays in "
+     "host memory, but --site "),
+    (dict(inside={"3d": "q"}), [], "inside.3d = 'q': the grid of scheme '3d' has the directions"),
+    ({}, ["--ranks", "8,9"], "--ranks 8,9: these rows are for 8, 16, 36, 64 ranks")])
+def test_rows_that_cannot_be(tmp_path, capsys, tables, words, message):
+    given = ["--site", site_file(tmp_path, **tables), "--out", str(tmp_path / "out"), *words]
     assert main(["render", *given]) == 2
     said = capsys.readouterr()
     assert message in said.err and said.err.count("\n") == 1 and not said.out
@@ -223,17 +234,21 @@ def test_what_options_of_the_site_say_to_srun_stays(tmp_path, options):
     assert ("        SLURM_HINT) ;;\n" in text) == bool(options)
 
 
-def test_a_missing_module_ends_the_job(tmp_path):
-    done, ended = executed(tmp_path, {"modules": ["nosuch/1.0"]})
-    assert done.returncode == 1
-    assert ended == "there is no module command here, but the site names modules"
+# The row ends when it sees the file.
+STOP = WARN + '; file="${@: -1}"; while [ ! -e "$file" ]; do sleep 0.05; done'
 
 
-def test_a_failed_pre_flight_ends_the_job_before_the_row(tmp_path):
-    done, ended = executed(tmp_path, python='[ "$3" != doctor ]')
-    assert done.returncode == 1 and ended == "the pre-flight checks failed, see the log"
-    said = (tmp_path / "said").read_text().split()
-    assert "doctor" in said and "run" not in said
+@pytest.mark.parametrize("given, status, why, rows", [
+    (dict(software={"modules": ["nosuch/1.0"]}), 1,
+     "there is no module command here, but the site names modules", 0),
+    (dict(python='[ "$3" != doctor ]'), 1, "the pre-flight checks failed, see the log", 0),
+    (dict(srun="exit 3"), 1, "bench run ended with status 3, see the log", 1),
+    (dict(srun=STOP), 0, "stopped near the time limit, status 0", 1)])
+def test_why_a_job_ends_before_its_row(tmp_path, given, status, why, rows):
+    done, ended = executed(tmp_path, **given)
+    assert (done.returncode, ended) == (status, why)
+    said = (tmp_path / "said").read_text().splitlines() if rows or "python" in given else []
+    assert ("run" in said) == bool(rows) and not list((tmp_path / "out").rglob("stop-*"))
 
 
 @pytest.mark.parametrize("falters", [1, 2])
@@ -361,19 +376,6 @@ def test_a_job_finds_the_files_that_were_named_here(tmp_path, monkeypatch, capsy
             assert re.search(rf"--model(\n *|=){re.escape(str(found))}\n", script)
 
 
-def test_a_failed_row_hands_its_status_on(tmp_path):
-    done, ended = executed(tmp_path, srun="exit 3")
-    assert done.returncode == 1 and ended == "bench run ended with status 3, see the log"
-
-
-def test_the_signal_near_the_limit_stops_the_row_cleanly(tmp_path):
-    # The row ends when it sees the file.
-    stop = WARN + '; file="${@: -1}"; while [ ! -e "$file" ]; do sleep 0.05; done'
-    done, ended = executed(tmp_path, srun=stop)
-    assert done.returncode == 0 and ended == "stopped near the time limit, status 0"
-    assert not list((tmp_path / "out").rglob("stop-*"))
-
-
 def test_what_was_seen_by_somebody_else(tmp_path, monkeypatch, capsys):
     """The pre-flight of a job: the doctor reads what the ranks have said."""
     monkeypatch.setenv("MPI_LOCALNRANKS", "1")
@@ -495,7 +497,9 @@ def test_books_that_a_full_disk_has_torn(tmp_path):
     assert standings.read_submitted(mine) == {ROW.name: ["6", "7"]}
 
 
-def test_a_row_whose_source_is_not_the_submitted_one_is_named(tmp_path, commands, capsys):
+def test_a_row_whose_source_is_not_the_submitted_one_is_named(tmp_path, commands, capsys,
+                                                              monkeypatch):
+    draw_only(monkeypatch)
     commands.answer("squeue", "")
     commands.answer("sbatch", "echo 77")
     mine = work_at(tmp_path)
@@ -597,21 +601,6 @@ def test_collect_merges_and_names_what_is_missing(tmp_path, capsys, monkeypatch)
     assert main(verb) == 1
     said = capsys.readouterr()
     assert "1 run merged in " in said.out and said.err == "left out: x.h5 is damaged\n"
-
-
-@pytest.mark.parametrize("options, message", [
-    (["--site", "cpu", "--inside", "z", "--scheme", "2d"],
-     "--inside z: the grid of scheme '2d' has the directions x, y; choose one of them, or auto"),
-    (["--site", "cpu", "--scheme", "4d"], "4d"),
-    (["--site", "gpu4", "--preset", "emulated"], "--preset emulated: its ranks wait for their "
-     "work, with arrays in host memory, but --site gpu4 says run.backend = 'cupy'; choose"),
-    ([], "inside.3d = 'q': the grid of scheme '3d' has the directions x, y, z"),
-    (["--site", "cpu", "--ranks", "8,9"], "--ranks 8,9: these rows are for 8, 16, 36, 64 ranks")])
-def test_wrong_arguments(tmp_path, options, message, capsys):
-    options = options or ["--site", site_file(tmp_path, inside={"3d": "q"})]
-    assert main(["render", *options]) == 2
-    said = capsys.readouterr()
-    assert message in said.err and not said.out
 
 
 def test_without_slurm(tmp_path, monkeypatch, capsys):

@@ -1,4 +1,5 @@
-"""Options that would override what a job's script sets itself, or that a verb does not take."""
+"""Options of scripts: what a site makes of them, and what would override them or is not taken."""
+import re
 from operator import attrgetter
 
 import pytest
@@ -6,34 +7,28 @@ import pytest
 from jobs import scripts
 from jobs.__main__ import main
 from jobs.own_options import PROGRAMS, list_overrides
-from sites import ROW, options_of, work_at
+from sites import ROW, ROWS, options_of, work_at
 
 SITE = dict(slurm={"partition": "gpu", "account": "paid", "qos": "fast", "constraint": "big"},
             node={"cores_per_rank": 2, "gpus": 4}, launch={"gpu_binding": "rank"},
             run={"backend": "cupy"})
 
 
-@pytest.mark.parametrize("program, text", [
-    *(("sbatch", text) for text in (
+@pytest.mark.parametrize("program, text, name", [
+    *(("sbatch", text, "") for text in (
         "--array=0-3 --output=/x --job-name=x --nodes=9 --ntasks=9 --wait --parsable "
         "--begin=now+1hour --partition=other --ntasks-per-node=1 --cpus-per-task=1 "
         "--gpus-per-node=1 --gres=gpu:1 --signal=B:TERM@5 --time=5 --dependency=singleton "
         "--chdir=/ --wrap=true --test-only --error=/x --help --exclusive=user").split()),
-    *(("srun", text) for text in (
+    *(("srun", text, "") for text in (
         "--ntasks=4", "--ntasks 4", "--mpi=none", "--gpus-per-task=2", "--help", "--chdir=/")),
-    *(("mpirun", text) for text in ("-n 4", "-np 4", "--np 4", "-wdir /")),
-    *(("bench run", text) for text in (
-        "--repetitions=3 --out=x", "--out x", "--rows=weak:3d", "--backend=numpy",
-        "--preset=tiny", "--recompute=full", "--inside=z", "--hidden=8", "--grid=2x2x2",
+    *(("mpirun", text, "") for text in ("-n 4", "-np 4", "--np 4", "-wdir /")),
+    ("bench run", "--repetitions=3 --out=x", "--out"),
+    *(("bench run", text, "") for text in (
+        "--out x", "--rows=weak:3d", "--backend=numpy", "--preset=tiny", "--recompute=full",
+        "--inside=z", "--hidden=8", "--grid=2x2x2",
         # What is of emulated clusters would be refused when the job has begun.
-        "--links=50Mbit", "--software-share=0.2", "--dtype=float64"))])
-def test_options_that_the_job_sets_itself(program, text):
-    words = text.split()
-    name = words[text.startswith("--repetitions")].partition("=")[0]
-    assert [*list_overrides(program, words)][0].startswith(f"{name}: the job says it")
-
-
-@pytest.mark.parametrize("program, text, name", [
+        "--links=50Mbit", "--software-share=0.2", "--dtype=float64")),
     # sbatch takes the beginning of an option for all of it.
     ("sbatch", "--job=x", "--job (--job-name)"), ("sbatch", "--out=/x", "--out (--output)"),
     ("sbatch", "--gpus-per-n=1", "--gpus-per-n (--gpus-per-node)"),
@@ -42,13 +37,19 @@ def test_options_that_the_job_sets_itself(program, text):
     ("srun", "--nod=2", "--nod (--nodes)"), ("srun", "-m cyclic", "-m (--distribution)"),
     ("srun", "-K0", "-K0 (--kill-on-bad-exit)"), ("srun", "-c1", "-c1 (--cpus-per-task)"),
     # After what may be a value, and so no program.
-    ("srun", "-w n1 -n4", "-n4 (--ntasks)"),
-    *((program, text, "':'") for program, text in (
-        ("srun", "-- numactl : -l"), ("srun", "--cpu-bind=cores : -l"), ("mpirun", ": true"))),
-    ("mpirun", "-n4", "-n4 (--n)"), ("bench run", "--stop=x", "--stop (--stop-file)"),
+    ("srun", "-w n1 -n4", "-n4 (--ntasks)"), ("mpirun", "-n4", "-n4 (--n)"),
+    ("bench run", "--stop=x", "--stop (--stop-file)"),
     ("bench run", "--cau", "--cau (--causal)"), ("bench run", "-h", "-h (--help)")])
-def test_options_by_another_name(program, text, name):
-    assert [*list_overrides(program, text.split())][0].startswith(f"{name}: ")
+def test_options_that_the_job_sets_itself(program, text, name):
+    """By their own or another name, which is their first word if it is not given."""
+    name = name or text.split()[0].partition("=")[0]
+    assert [*list_overrides(program, text.split())][0].startswith(f"{name}: the job says it")
+
+
+@pytest.mark.parametrize("program, text", [
+    ("srun", "-- numactl : -l"), ("srun", "--cpu-bind=cores : -l"), ("mpirun", ": true")])
+def test_no_other_program_begins(program, text):
+    assert [*list_overrides(program, text.split())][0].startswith("':': ")
 
 
 @pytest.mark.parametrize("table, text", [
@@ -142,3 +143,41 @@ def test_the_last_job_has_values_of_its_own(tmp_path, collect, time, expected):
     assert not [option for option in found if option.startswith(("--g", "--nodelist"))]
     assert sorted(option for option in found if option.startswith((
         "--account", "--partition", "--qos", "--constraint", "--mem"))) == expected
+
+
+@pytest.mark.parametrize("gpus, slurm, ranks, expected", [
+    (4, {}, 8, ["--gpus-per-node=4"]), (4, {}, 2, ["--gpus-per-node=2"]),
+    ("a100:4", {}, 8, ["--gpus-per-node=a100:4"]), ("a100:4", {}, 2, ["--gpus-per-node=a100:2"]),
+    ("a100_3g.20gb:8", {}, 8, ["--gpus-per-node=a100_3g.20gb:8"]),
+    (4, {"gpu_option": "gres"}, 8, ["--gres=gpu:4"]),
+    ("a100:4", {"gpu_option": "gres", "gres": "nvme:1,lscratch:5"}, 8,
+     ["--gres=gpu:a100:4,nvme:1,lscratch:5"]),
+    (4, {"gpu_option": "none"}, 8, []),
+    (4, {"gpu_option": "none", "gres": "nvme:1"}, 8, ["--gres=nvme:1"]),
+    (4, {"gres": "nvme:1"}, 8, ["--gpus-per-node=4", "--gres=nvme:1"])])
+def test_gpus_by_type_and_by_the_option_that_a_site_knows(tmp_path, gpus, slurm, ranks, expected):
+    mine = work_at(tmp_path, node={"gpus": gpus, "ranks": 8 if "3g" in str(gpus) else 4},
+                   slurm=slurm)
+    found = options_of(scripts.verb_script(mine, "measure pipeline", "a", ranks, []))
+    assert [option for option in found if re.match("--g(pu|res)", option)] == expected
+
+
+def test_limits_of_time_by_ranks(tmp_path, capsys):
+    mine = work_at(tmp_path, slurm={"time_by_ranks": {"64": "1-0", "36": "90"}})
+    times = {ranks: next(option for option in options_of(scripts.row_script(mine, one))
+                         if option.startswith("--time=")) for ranks, one in ROWS.items()}
+    assert times == {8: "--time=1:00:00", 64: "--time=1-0"}
+    assert "--time=90" in options_of(scripts.verb_script(mine, "train", "a", 36, []))
+    assert "--time=1-0" in options_of(scripts.array_script(mine, [ROWS[64]]))
+    assert main(["render", "--site", mine.name, "--out", str(mine.out), "--table", "weak",
+                 "--scheme", "3d"]) == 0
+    assert re.findall(r"(\d+) +\d+ +- +(\S+)", capsys.readouterr().out) == [
+        ("8", "1:00:00"), ("64", "1-0")]
+
+
+def test_mail_of_failures_and_of_the_end(tmp_path):
+    mine = work_at(tmp_path, slurm={"mail": "me@example.org"})
+    for text, kinds in ((scripts.row_script(mine, ROW), "FAIL"),
+                        (scripts.collect_script(mine, []), "END,FAIL")):
+        assert {"--mail-user=me@example.org", f"--mail-type={kinds}"} < {*options_of(text)}
+    assert "--mail" not in scripts.row_script(work_at(tmp_path), ROW)

@@ -1,4 +1,4 @@
-"""Jobs under a real Slurm whose nodes have more cores than the ranks use: who starts where.
+"""Jobs under a real Slurm: who starts where on nodes with spare cores, and with which GPUs.
 
 The ranks also have the variables of the site file, though the jobs have no environment.
 """
@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from jobs import scripts
+from sites import work_at
 from slurm_cluster import running
 from slurm_user import ON_SLURM, PATIENCE, User, check_run
 from support import ROOT
@@ -58,27 +60,6 @@ def test_no_node_has_more_ranks_than_the_site_says(spare, tmp_path):
             assert all(re.fullmatch(r"n\d-so", place) for place in found), user.logs()
 
 
-# What a user's shell, or one in another job, may have set; srun obeys all of it.
-HOSTILE = {"SLURM_STDOUTMODE": "none", "SLURM_GPUS_PER_NODE": "1", "SLURM_GRES": "gpu:1",
-           "SLURM_CONSTRAINT": "x", "SLURM_EXCLUSIVE": "1", "SLURM_TASK_PROLOG": "/bin/false",
-           "SLURM_EXPORT_ENV": "NONE", "SRUN_EXPORT_ENV": "NONE", "SLURM_DISTRIBUTION": "cyclic",
-           "SLURM_MEM_PER_CPU": "1", "SLURM_CPUS_PER_TASK": "3", "SLURM_NTASKS_PER_NODE": "1",
-           "SLURM_JOB_ID": "7", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_ARRAY_JOB_ID": "99",
-           "SLURM_ARRAY_TASK_ID": "3", "PMI_RANK": "3", "PMI_SIZE": "4", "SLURM_LABELIO": "1"}
-
-
-def test_a_script_that_is_submitted_by_hand_from_a_shell_of_another_job(spare, tmp_path):
-    user = User(spare, tmp_path, ranks=4, cores=8, gpus=0)
-    assert user.jobs("render")[0] == 0
-    script, = (user.out / "jobs").glob("strong-*.sh")
-    done = spare.command("sbatch", "--parsable", str(script), **HOSTILE)
-    job = done.stdout.strip()
-    assert spare.quiet(PATIENCE, [job]), user.logs()
-    ended, = user.out.rglob("ended-*")
-    assert ended.name == f"ended-{job}" and ended.read_text() == "done\n", user.logs()
-    assert "2 nodes with 4 ranks" in user.logs()
-
-
 def test_a_row_on_nodes_with_spare_cores(spare, tmp_path):
     """From submission to the result, with the pre-flight checks."""
     user = User(spare, tmp_path, ranks=4, cores=8, gpus=4, exclusive=True)
@@ -90,3 +71,69 @@ def test_a_row_on_nodes_with_spare_cores(spare, tmp_path):
     run, = user.runs()
     check_run(run)
     assert run.configuration["nodes"] == 2
+
+
+# --- GPUs with a type, and the last job's own partition ------------------------------------
+
+def made(folder, gpus="a100:4", binding="task", **slurm):
+    """The work of a site of nodes with four A100 each."""
+    return work_at(
+        folder, slurm={"partition": "gpu", "exclusive": False, "time": "0:10:00"} | slurm,
+        collect={"partition": "login", "options": ["--mem=1G"]}, node={"gpus": gpus},
+        launch={"mpi": "none", "gpu_binding": binding})
+
+
+@pytest.fixture(scope="module")
+def typed(tmp_path_factory):
+    """Sixteen nodes with four A100 each, in two partitions."""
+    with running(tmp_path_factory.mktemp("typed"), 16, 64, 4, "gpu", gpu_type="a100") as cluster:
+        cluster.command("scontrol", "create", "PartitionName=login", "Nodes=ALL", "State=UP")
+        yield cluster
+
+
+def ranks_of(cluster, folder, ranks=8, **more):
+    """What each rank of a job with the options and the launcher of a site prints."""
+    work = made(folder, **more)
+    (work.folder / "logs").mkdir(parents=True)
+    script = folder / "job.sh"
+    script.write_text("\n".join([
+        "#!/bin/bash", *(f"#SBATCH {option}" for option in scripts.row_options(work, "x", ranks)),
+        f"{scripts.quote(scripts.launch_command(work.site, ranks))} bash -c "
+        "'echo $SLURM_PROCID $SLURMD_NODENAME $SLURM_LOCALID $CUDA_VISIBLE_DEVICES'", ""]))
+    done = cluster.command("sbatch", "--wait", str(script))
+    logs = "".join(path.read_text() for path in (work.folder / "logs").glob("*"))
+    assert done.returncode == 0, done.stderr + logs
+    found = sorted(line.split() for line in logs.splitlines())
+    assert all(len(words) == 4 for words in found), logs
+    return found
+
+
+@pytest.mark.parametrize("binding, slurm", [
+    ("task", {}), ("rank", {}), ("rank", {"gpu_option": "gres"})])
+def test_ranks_have_gpus_of_the_type(typed, tmp_path, binding, slurm):
+    found = ranks_of(typed, tmp_path, binding=binding, **slurm)
+    assert [int(rank) for rank, *_ in found] == list(range(8))
+    for node in {node for _, node, *_ in found}:
+        seen = [gpus.split(",") for _, at, _, gpus in found if at == node]
+        assert len(seen) == 4
+        if binding == "task":
+            assert sorted(seen) == [["0"], ["1"], ["2"], ["3"]]
+        else:
+            assert seen == [["0", "1", "2", "3"]] * 4
+
+
+def test_the_site_of_a100_is_taken_and_another_type_refused(typed, tmp_path):
+    def test_only(name):
+        done = typed.command(sys.executable, "-m", "jobs", "submit", "--test-only", "--site", name,
+                             "--out", str(tmp_path / "out"), cwd=ROOT)
+        return done.returncode, done.stdout.splitlines()
+
+    status, lines = test_only("a100")
+    assert status == 0 and len(lines) == 19, lines
+    assert all("in partition gpu" in line for line in lines)
+    for slurm in ({}, {"gpu_option": "gres"}):
+        status, lines = test_only(made(tmp_path, binding="rank", **slurm).name)
+        assert status == 0 and [re.search("in partition (.*)", line)[1] for line in lines] == (
+            ["gpu"] * 18 + ["login"])
+        status, lines = test_only(made(tmp_path, "h100:4", "rank", **slurm).name)
+        assert status == 1 and sum(": refused: " in line for line in lines) == 18

@@ -17,7 +17,6 @@ from mm3d.schemes.scheme import Scheme
 from mm3d.tracing.block_moves import LINEAR_LAYERS, Story, product_story
 from mm3d.tracing.layer_moves import LayerStory, layer_story, small_sizes
 
-ON_ALL_RANKS = False
 FORMS = ("ab", "abt", "atb", *LINEAR_LAYERS, "layer")
 MOST_ROWS = 64    # of a matrix, each of which may be a block
 

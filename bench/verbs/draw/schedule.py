@@ -5,7 +5,6 @@ from fractions import Fraction
 from functools import partial
 
 from bench.command_line import options
-from bench.command_line.number_types import fraction, fractions, whole
 from bench.document import Notes
 from bench.errors import UsageError, as_usage_error
 from bench.prediction.pipelines import schedule_costs
@@ -16,8 +15,6 @@ from mm3d.console import say
 from mm3d.training.schedules import all_builders, format_schedule
 from mm3d.training.schedules.builders import check_request
 
-ON_ALL_RANKS = False
-
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``draw schedule``."""
@@ -27,21 +24,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         f"is searched for, with one stage a rank"))
     what.add_argument("--file", metavar="FILE", help=(
         "a schedule as this verb prints it, such as an edited one; it is checked"))
-    parser.add_argument("--stages", type=whole(1), metavar="P",
+    parser.add_argument("--stages", type=options.whole(1), metavar="P",
                         help=(
         "ranks of the pipeline, each with one or more chunks of layers (needed with --schedule)"))
-    parser.add_argument("--microbatches", type=whole(1), metavar="M",
+    parser.add_argument("--microbatches", type=options.whole(1), metavar="M",
                         help="micro-batches of a step (needed with --schedule)")
-    parser.add_argument("--times", type=fractions, default=(Fraction(1),) * 3,
+    parser.add_argument("--times", type=options.fractions, default=(Fraction(1),) * 3,
                         metavar="F,B,W", help=(
         "times of all layers of a rank for one micro-batch, in any unit: forward, gradient of the "
         "input, gradient of the weights (default 1,1,1)"))
-    parser.add_argument("--hop", type=fraction, default=Fraction(0), metavar="TIME",
+    parser.add_argument("--hop", type=options.fraction, default=Fraction(0), metavar="TIME",
                         help="time of a message between ranks, in the unit of --times (default 0)")
-    parser.add_argument("--max-activations", type=fraction, metavar="N", help=(
+    parser.add_argument("--max-activations", type=options.fraction, metavar="N", help=(
         "the most that auto may hold, in activations of one micro-batch (default: as many as "
         "stages); others that hold more are named"))
-    parser.add_argument("--kept", type=fraction, default=Fraction(1), metavar="SHARE",
+    parser.add_argument("--kept", type=options.fraction, default=Fraction(1), metavar="SHARE",
                         help=(
         "share of the activations, 0 to 1, kept after the gradient of the input until that of the "
         "weights is done (default 1)"))

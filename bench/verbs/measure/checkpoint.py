@@ -6,10 +6,9 @@ from pathlib import Path
 from bench.agreement import make_on_rank_0
 from bench.command_line import measuring
 from bench.command_line.config_options import MEASURED_DTYPES, add_fields, read
-from bench.command_line.publish import measure_and_publish
+from bench.command_line.publish import publisher
 from bench.experiments.checkpoint import measure_checkpoint
-from bench.records.journal import check_folder, claim_folder
-from bench.reports.micro_tables import showing
+from bench.records.journal import check_folder
 from mm3d import ModelSizes
 from mm3d.config import Model
 
@@ -30,10 +29,10 @@ def run(arguments: argparse.Namespace, comm) -> int:
     """Verify and measure, and write the record; return the exit status."""
     limits = measuring.limits_of(arguments)
     measuring.check_model_memory(arguments.layers, arguments.hidden, 1, arguments.backend, comm)
-    out = claim_folder(arguments.out, comm)
+    publish = publisher(arguments, comm)
     if arguments.disk:
         make_on_rank_0(lambda: check_folder(arguments.disk, "--disk"), comm)
     sizes = read(ModelSizes, arguments, batch=comm.size, seq=1)
-    return measure_and_publish(f"checkpoint-p{comm.size:03d}", lambda: measure_checkpoint(
-        comm, Path(arguments.disk or out), sizes, arguments.dtype, limits, arguments.seed,
-        arguments.backend), out, comm, showing(arguments.show))
+    return publish(f"checkpoint-p{comm.size:03d}", lambda: measure_checkpoint(
+        comm, Path(arguments.disk or arguments.out), sizes, arguments.dtype, limits,
+        arguments.seed, arguments.backend))

@@ -4,12 +4,9 @@ import argparse
 
 from bench.command_line import expert_options, measuring, options
 from bench.command_line.config_options import MEASURED_DTYPES, Told, add_fields, read
-from bench.command_line.number_types import whole
-from bench.command_line.publish import measure_and_publish
+from bench.command_line.publish import publisher
 from bench.experiments.experts.measured import measure_experts
 from bench.experiments.experts.problem import ExpertsCase, ExpertsSubject, make_mesh
-from bench.records.journal import claim_folder
-from bench.reports.micro_tables import showing
 from mm3d.config import Division, Model
 from mm3d.model.experts.layer import Experts
 
@@ -23,7 +20,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_fields(parser, Division, ["data"])
     sizes = {"hidden": 512, "batch": 8, "seq": 512}
     add_fields(parser, Model, sizes, sizes)
-    parser.add_argument("--wide", type=whole(1), metavar="N", help=(
+    parser.add_argument("--wide", type=options.whole(1), metavar="N", help=(
         "features between the two products of an expert (default 4 times --hidden)"))
     expert_options.add_choice(parser, None)
     add_fields(parser, Division, ["expert_parallel"], {"expert_parallel": Told("--data")})
@@ -43,10 +40,9 @@ def run(arguments: argparse.Namespace, comm) -> int:
     # Values and gradients of both matrices of an expert, and the input, in 16 bits.
     measuring.check_memory(2 * case.hidden * (4 * chosen.count * case.wide
                                               + case.batch * case.seq), arguments.backend, comm)
-    out = claim_folder(arguments.out, comm)
+    publish = publisher(arguments, comm)
     mesh = make_mesh(comm, arguments.scheme, arguments.grid, arguments.data, arguments.backend)
     subject = ExpertsSubject(mesh, case, arguments.expert_parallel)
     divided = f"-e{subject.expert_parallel}" * (subject.expert_parallel != arguments.data)
     name = f"experts-{chosen.count}-top{chosen.top}-h{case.hidden}{divided}-p{comm.size:03d}"
-    return measure_and_publish(name, lambda: measure_experts(subject, arguments.torch, limits),
-                               out, comm, showing(arguments.show))
+    return publish(name, lambda: measure_experts(subject, arguments.torch, limits))

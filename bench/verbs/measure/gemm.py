@@ -5,10 +5,8 @@ import argparse
 import numpy as np
 
 from bench.command_line import measuring, options
-from bench.command_line.publish import measure_and_publish
+from bench.command_line.publish import publisher
 from bench.experiments.products.gemm import measure_gemm, thread_counts
-from bench.records.journal import claim_folder
-from bench.reports.micro_tables import showing
 from mm3d.console import say
 
 ON_ALL_RANKS = True
@@ -33,6 +31,5 @@ def run(arguments: argparse.Namespace, comm) -> int:
     limits, threads = measuring.limits_of(arguments), thread_counts(arguments.threads)
     measuring.check_memory(3 * max(arguments.sizes) ** 2 * max(
         np.dtype(name).itemsize for name in arguments.dtypes), arguments.backend, comm)
-    return measure_and_publish("gemm", lambda: measure_gemm(
-        arguments.sizes, arguments.dtypes, threads, backend, limits, arguments.seed, say),
-        claim_folder(arguments.out, comm), comm, showing(arguments.show))
+    return publisher(arguments, comm)("gemm", lambda: measure_gemm(
+        arguments.sizes, arguments.dtypes, threads, backend, limits, arguments.seed, say))

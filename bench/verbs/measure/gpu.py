@@ -5,15 +5,13 @@ from functools import partial
 
 from bench.command_line import measuring, model_options, options
 from bench.command_line.config_options import add_fields, told
-from bench.command_line.publish import measure_and_publish
+from bench.command_line.publish import publisher
 from bench.errors import UsageError
 from bench.experiments.gpu.gpu_cases import SCALES
 from bench.experiments.gpu.parts import GPU_PARTS, GpuBenchmark, TrainedGPT, measure_part
 from bench.prediction.machine_model import load_machine
 from bench.prediction.model_file import load_model
 from bench.prediction.pipelines.training_step import predict_gpu_step
-from bench.records.journal import claim_folder
-from bench.reports.micro_tables import showing
 from mm3d.config import Model
 
 ON_ALL_RANKS = True
@@ -54,17 +52,13 @@ def run(arguments: argparse.Namespace, comm) -> int:
     limits = measuring.limits_of(arguments)
     benchmark = GpuBenchmark(backend, arguments.scale, arguments.graph, limits, arguments.seed,
                              arguments.mode, _trained(arguments))
-    out = claim_folder(arguments.out, comm)
-    return max([measure_and_publish(f"gpu-{part}", partial(measure_part, benchmark, part), out,
-                                    comm, showing(arguments.show)) for part in arguments.part])
+    publish = publisher(arguments, comm)
+    return max([publish(f"gpu-{part}", partial(measure_part, benchmark, part))
+                for part in arguments.part])
 
 
 def _trained(arguments: argparse.Namespace) -> TrainedGPT:
-    """Return the GPT of the part ``step``, and how its step is predicted.
-
-    Raises UsageError when there is no such model or machine, the model has experts, or sizes are
-    given without a model.
-    """
+    """Return the GPT of the part ``step``, and how its step is predicted."""
     gpt, machine = SCALES[arguments.scale].gpt, arguments.machine
     if arguments.model is None:
         options.refuse(arguments, OF_MODEL, "give --model too, such as --model gpt2")

@@ -8,13 +8,10 @@ import mm3d
 from bench.cases.variants import Variant, schemes_with_option
 from bench.command_line import measuring, options
 from bench.command_line.config_options import MEASURED_DTYPES, add_fields, told
-from bench.command_line.number_types import whole
-from bench.command_line.publish import measure_and_publish
+from bench.command_line.publish import publisher
 from bench.errors import UsageError, as_usage_error
 from bench.experiments.layer.layer import (COLOSSAL, MeasuredLayer, PYTORCH, check_overlap,
                                            measure_layer)
-from bench.records.journal import claim_folder
-from bench.reports.micro_tables import showing
 from mm3d import ModelSizes
 from mm3d.config import Division, Model
 
@@ -26,7 +23,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     measuring.add_measurement(parser, 7, 60.0)
     add_fields(parser, Model, ["hidden"], {"hidden": [512, 1024, 2048]}, "{}, each measured",
                type=options.numbers, metavar="N,...")
-    parser.add_argument("--head-size", type=whole(1), default=64, metavar="N",
+    parser.add_argument("--head-size", type=options.whole(1), default=64, metavar="N",
                         help="features of an attention head (default 64)")
     add_fields(parser, Model, ["batch", "seq"], {"batch": 8, "seq": 512})
     add_fields(parser, Model, ["dtype"], choices=MEASURED_DTYPES)
@@ -59,8 +56,7 @@ def run(arguments: argparse.Namespace, comm) -> int:
     apart = {"overlap": False} if arguments.scheme in schemes_with_option("overlap") else {}
     measuring.check_model_memory(1, max(arguments.hidden), arguments.batch * arguments.seq,
                                  arguments.backend, comm)
-    out = claim_folder(arguments.out, comm)
-    status = 0
+    publish, status = publisher(arguments, comm), 0
     for hidden in arguments.hidden:
         gc.collect()
         sizes = ModelSizes(1, hidden, hidden // arguments.head_size, arguments.batch,
@@ -69,11 +65,10 @@ def run(arguments: argparse.Namespace, comm) -> int:
             scheme = mm3d.scheme(arguments.scheme, comm, arguments.grid, arguments.backend,
                                  **chosen | apart)
             layer = MeasuredLayer(scheme, sizes, arguments.seed, arguments.dtype)
-        status = max(status, measure_and_publish(
-            "-".join(["layer", arguments.scheme, *[f"keep-{arguments.keep}"] * bool(chosen),
-                      f"h{hidden}", arguments.dtype]),
-            partial(measure_layer, layer, beside, arguments.overlap, limits), out, comm,
-            showing(arguments.show)))
+        name = "-".join(["layer", arguments.scheme, *[f"keep-{arguments.keep}"] * bool(chosen),
+                         f"h{hidden}", arguments.dtype])
+        status = max(status, publish(
+            name, partial(measure_layer, layer, beside, arguments.overlap, limits)))
         scheme.grid.free()
         del layer
     return status

@@ -3,22 +3,19 @@
 import argparse
 import gc
 import math
-from pathlib import Path
+from typing import Callable
 
 import numpy as np
 
 from bench.command_line import measuring, options
 from bench.command_line.config_options import MEASURED_DTYPES, add_fields
-from bench.command_line.number_types import whole
-from bench.command_line.publish import check_trace_file, measure_and_publish, report_failure
+from bench.command_line.publish import check_trace_file, publisher, report_failure
 from bench.errors import UsageError, WrongResult, as_usage_error
 from bench.experiments.products.matmul import measure_product
 from bench.experiments.products.problem import Problem, product_grid
 from bench.experiments.products.side_by_side import measure_side_by_side
 from bench.instruments import chrome_trace, step_tracing
 from bench.instruments.clock import Clock
-from bench.records.journal import claim_folder
-from bench.reports.micro_tables import showing
 from bench.statistics import median_interval
 from mm3d import launcher
 from mm3d.config import Division, Model
@@ -51,7 +48,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trace", metavar="FILE", help=(
         "write a traced call of each product for chrome://tracing and ui.perfetto.dev; the names "
         "of several products are added to the file's"))
-    parser.add_argument("--calls", type=whole(1), metavar="N", help=(
+    parser.add_argument("--calls", type=options.whole(1), metavar="N", help=(
         f"calls in a sample (default: as many as take one process 100 ms; {CALLS} beside "
         f"ScaLAPACK)"))
     parser.add_argument("--backward", action="store_true",
@@ -67,28 +64,29 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, comm) -> int:
     """Measure and write every shape and form; return the exit status."""
     limits = measuring.limits_of(arguments)
-    refuse_contradictions(arguments)
+    _refuse_contradictions(arguments)
     if arguments.beside:
-        return measure_beside_scalapack(arguments, limits, comm)
+        return _measure_beside_scalapack(arguments, limits, comm)
     measuring.check_memory(np.dtype(arguments.dtype).itemsize * max(
         m * n + n * k + m * k for m, n, k in arguments.shape), arguments.backend, comm)
-    out = claim_folder(arguments.out, comm)
+    publish = publisher(arguments, comm)
     check_trace_file(arguments.trace, comm)
-    measure_one = measure_several if is_several(arguments) else measure_alone
+    measure_one = _measure_several if _is_several(arguments) else _measure_alone
     status = 0
     for shape in arguments.shape:
         for form in arguments.form:
             gc.collect()
-            status = max(status, measure_one(form, shape, arguments, limits, out, comm))
+            status = max(status, measure_one(form, shape, arguments, limits, publish,
+                                             comm))
     return status
 
 
-def is_several(arguments: argparse.Namespace) -> bool:
+def _is_several(arguments: argparse.Namespace) -> bool:
     """Return whether several algorithms take turns."""
     return arguments.scheme == [ALL] or len(arguments.scheme) > 1
 
 
-def refuse_contradictions(arguments: argparse.Namespace) -> None:
+def _refuse_contradictions(arguments: argparse.Namespace) -> None:
     """Raise UsageError for options that have no use beside each other."""
     names = arguments.scheme
     if arguments.beside:
@@ -101,7 +99,7 @@ def refuse_contradictions(arguments: argparse.Namespace) -> None:
     elif arguments.block:
         raise UsageError("--block would do nothing here: give --beside scalapack too, or leave "
                          "it out")
-    elif is_several(arguments):
+    elif _is_several(arguments):
         if arguments.backward or arguments.trace or arguments.grid or arguments.calls:
             raise UsageError(f"--scheme {','.join(names)} measures the forward product of each "
                              f"algorithm on its own grid: leave out --backward, --trace, --grid "
@@ -111,8 +109,8 @@ def refuse_contradictions(arguments: argparse.Namespace) -> None:
                              f"alone")
 
 
-def measure_alone(form: str, shape: tuple[int, int, int], arguments: argparse.Namespace, limits,
-                  out: Path, comm) -> int:
+def _measure_alone(form: str, shape: tuple[int, int, int], arguments: argparse.Namespace, limits,
+                   publish: Callable[..., int], comm) -> int:
     """Measure, write and trace one product; return the exit status."""
     with as_usage_error():
         grid = product_grid(arguments.scheme[0], comm, arguments.grid, arguments.backend)
@@ -125,7 +123,7 @@ def measure_alone(form: str, shape: tuple[int, int, int], arguments: argparse.Na
                                  arguments.seed, arguments.watched)
         done.append(True)
         return record
-    status = measure_and_publish(name, work, out, comm, showing(arguments.show))
+    status = publish(name, work)
     if arguments.trace and done:
         clock = Clock(comm)
         phases = ("forward", "backward")[:1 + arguments.backward]
@@ -137,18 +135,18 @@ def measure_alone(form: str, shape: tuple[int, int, int], arguments: argparse.Na
     return status
 
 
-def measure_several(form: str, shape: tuple[int, int, int], arguments: argparse.Namespace,
-                    limits, out: Path, comm) -> int:
+def _measure_several(form: str, shape: tuple[int, int, int], arguments: argparse.Namespace,
+                     limits, publish: Callable[..., int], comm) -> int:
     """Measure several algorithms on one product, and write the record; return the exit status."""
     names = [] if arguments.scheme == [ALL] else arguments.scheme
     name = "-".join(["products", *names, form, "x".join(map(str, shape)), arguments.dtype,
                      f"p{comm.size:03d}"])
-    return measure_and_publish(name, lambda: measure_side_by_side(
+    return publish(name, lambda: measure_side_by_side(
         form, shape, arguments.dtype, comm, arguments.backend, limits, arguments.seed,
-        names or None, arguments.watched), out, comm, showing(arguments.show))
+        names or None, arguments.watched))
 
 
-def measure_beside_scalapack(arguments: argparse.Namespace, limits, comm) -> int:
+def _measure_beside_scalapack(arguments: argparse.Namespace, limits, comm) -> int:
     """Measure every shape beside ScaLAPACK's product, and print it; return the exit status."""
     from bench.experiments.products import scalapack
     library, gemm = scalapack.load_libraries(comm, arguments.dtype)
@@ -162,13 +160,13 @@ def measure_beside_scalapack(arguments: argparse.Namespace, limits, comm) -> int
             status = report_failure(f"{shape} {arguments.dtype}", wrong, comm)
         else:
             if comm.rank == 0:
-                arguments.show(scalapack_table(products, arguments.calls or CALLS, seconds))
+                arguments.show(_scalapack_table(products, arguments.calls or CALLS, seconds))
                 say()
         products.free()
     return status
 
 
-def scalapack_table(products, calls: int, seconds: dict[str, np.ndarray]) -> list:
+def _scalapack_table(products, calls: int, seconds: dict[str, np.ndarray]) -> list:
     """Make the table of what `bench.experiments.products.scalapack.compare_products` returns."""
     from bench.document import Column, Notes, Rows, Table
     from bench.experiments.products.fortran_blas import describe_loaded

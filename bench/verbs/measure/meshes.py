@@ -50,11 +50,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, comm: Any) -> int:
-    """Measure the rows that are named and have as many ranks as the job.
-
-    Raises UsageError when a name is unknown, no row has that many ranks, or options contradict
-    each other.
-    """
+    """Measure the rows that are named and have as many ranks as the job."""
     named = cases_by_name(arguments.names)
     cases = [one for one in named if one.ranks == comm.size]
     if not cases:

@@ -10,7 +10,6 @@ from pathlib import Path
 from bench.cases.variants import Variant
 from bench.command_line import measuring, options
 from bench.command_line.config_options import MEASURED_DTYPES, add_fields, read, told
-from bench.command_line.number_types import fractions, whole
 from bench.command_line.publish import (check_pictures, check_trace_file, publish,
                                         report_failure)
 from bench.errors import WrongResult, as_usage_error
@@ -50,14 +49,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="M,...")
     sizes = {"layers": 8, "hidden": 128, "heads": 4, "seq": 64}
     add_fields(parser, Model, sizes, sizes)
-    parser.add_argument("--microbatch", type=whole(1), default=2, metavar="N",
+    parser.add_argument("--microbatch", type=options.whole(1), default=2, metavar="N",
                         help="sequences in a micro-batch (default 2)")
     add_fields(parser, Model, ["dtype"], choices=MEASURED_DTYPES)
     add_fields(parser, Division, ["recompute"])
     add_fields(parser, Variant, ["work"], about=(
         "what actions do: compute layers, or wait for --times with the core given away, so that "
         "ranks may outnumber cores; messages and dependencies are real either way"))
-    parser.add_argument("--times", type=fractions, metavar="F,B,W", help=(
+    parser.add_argument("--times", type=options.fractions, metavar="F,B,W", help=(
         "with --work wait: times of all layers of a rank for one micro-batch, in units of "
         "--unit: forward, gradient of the input, gradient of the weights (default 1,1,1)"))
     parser.add_argument("--unit", type=duration, metavar="TIME",
@@ -129,10 +128,7 @@ def list_pipelines(arguments: argparse.Namespace) -> list[PipelineCase]:
 
 
 def find_waits(arguments: argparse.Namespace) -> tuple[Fraction, ...] | None:
-    """Return the seconds of F, B and W with ``--work wait``, None without.
-
-    Raises ValueError when an option is given that has no effect on this kind of work.
-    """
+    """Return the seconds of F, B and W with ``--work wait``, None without."""
     waits = arguments.work == "wait"
     for name, given in (("times", arguments.times), ("unit", arguments.unit)):
         if given is not None and not waits:

@@ -9,8 +9,6 @@ from bench.experiments.startup import CALLS, FailedJob, ROUNDS, STAGES, check_cu
 from mm3d import launcher
 from mm3d.console import complain
 
-ON_ALL_RANKS = False
-
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``measure start``."""

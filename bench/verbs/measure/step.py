@@ -3,13 +3,11 @@
 import argparse
 
 from bench.command_line import config_options, measuring, options
-from bench.command_line.publish import measure_and_publish
+from bench.command_line.publish import publisher
 from bench.errors import UsageError, as_usage_error
 from bench.experiments.torch.parallel import PARALLELS
 from bench.experiments.training import beside
 from bench.experiments.training.timed_step import TimedTraining
-from bench.records.journal import claim_folder
-from bench.reports.micro_tables import showing
 from mm3d.config import Config, Division, Model
 from mm3d.training.gpt import GPT
 
@@ -46,13 +44,12 @@ def run(arguments: argparse.Namespace, comm) -> int:
         beside.refuse_division(case, kinds, comm.size)
     measuring.check_model_memory(case.layers, case.hidden, case.batch * case.seq,
                                  arguments.backend, comm)
-    out = claim_folder(arguments.out, comm)
+    publish = publisher(arguments, comm)
     with as_usage_error():
         subject = TimedTraining(GPT(Config(case, config_options.read(Division, arguments)), comm))
     with arguments.watched(subject.mesh.scheme.grid):
-        status = measure_and_publish(
+        status = publish(
             f"step-{arguments.scheme}-d{arguments.data}-p{arguments.stages}-h{case.hidden}",
-            lambda: beside.measure_beside(subject, arguments.torch, kinds, limits), out, comm,
-            showing(arguments.show))
+            lambda: beside.measure_beside(subject, arguments.torch, kinds, limits))
     subject.model.free()
     return status

@@ -14,6 +14,7 @@ from bench.cases.selection import select_rows
 from bench.cases.variants import Variant
 from bench.checks import against_serial, tolerances
 from bench.command_line import row_options
+from bench.errors import UsageError
 from bench.experiments.rows import resume
 from bench.records import run_file
 from bench.records.folder import results_by_preset, read_folder
@@ -230,6 +231,6 @@ def test_bfloat16_is_known_where_a_backend_has_it(monkeypatch):
         name, more_dtypes = "device", ("bfloat16",)
     monkeypatch.setitem(sys.modules, "ml_dtypes", None)
     asked = argparse.Namespace(keep="none", overlap=False, causal=False, dtype="bfloat16")
-    assert variants.problem(row_options.variant(asked), ["1d"], Device()) == ""
-    assert "pip install ml_dtypes" in variants.problem(
-        row_options.variant(asked), ["1d"], backend.get("numpy"))
+    variants.check(row_options.variant(asked), ["1d"], Device())
+    with pytest.raises(UsageError, match="pip install ml_dtypes"):
+        variants.check(row_options.variant(asked), ["1d"], backend.get("numpy"))

@@ -12,13 +12,13 @@ import pytest
 
 from bench.__main__ import main
 from bench.cases.selection import select_rows
-from bench.command_line import grids
 from bench.prediction import machine_model, planner
 from bench.prediction.closed_form_plan import screen_grid
 from bench.prediction.published import paper_fit, paper_pipelines, scaling
 from bench.prediction.seconds import collective_terms, step_seconds
 from bench.records import run_file
 from bench.reports.figures import prediction
+from bench.command_line.config_options import read_grid
 from mm3d import ModelSizes
 from mm3d.grid.shape import GridShape
 from mm3d.model.experts.layer import Experts
@@ -204,7 +204,7 @@ def test_the_grid_of_auto_is_of_the_policy(monkeypatch):
     monkeypatch.setattr(planner, "rank_plans", lambda ranks, machine, stack, **rest:
                         asked.append(stack.recompute) or plans)
     asking = Stack(**WEAK_64, recompute="full")
-    assert grids.read_grid("auto", "3d", 64, "longhorn", asking) == (32, 2, 1)
+    assert read_grid("auto", "3d", 64, "longhorn", asking) == (32, 2, 1)
     assert asked == ["full"]
 
 

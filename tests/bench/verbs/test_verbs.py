@@ -1,6 +1,7 @@
 """A verb of ``python -m bench`` is one file, and nothing else is started with it."""
 import importlib
 import inspect
+import json
 import os
 import re
 import shutil
@@ -26,7 +27,6 @@ NAMES = [name for name in verbs.names() if name not in FOLDERS] + KINDS
 NEW = '''"""Count to a number."""
 
 GROUP = "Look at numbers"
-ON_ALL_RANKS = False
 
 
 def add_options(parser):
@@ -63,9 +63,9 @@ def test_a_verb_is_a_help_a_heading_options_and_a_function(name):
     module = verbs.load_verb(name)
     about = verbs.first_line(module.__doc__)
     assert re.match(r"[A-Z].*\.$", about) and len(about) < 95
-    assert verbs.entry(name) == verbs.Entry(name.split()[-1], getattr(module, "GROUP", "Kinds"),
-                                            about)
-    wanted = ["arguments", "comm"] if module.ON_ALL_RANKS else ["arguments"]
+    *verb, kind = name.split()
+    assert verbs.groups(*verb)[getattr(module, "GROUP", "Kinds")][kind] == about
+    wanted = ["arguments", "comm"] if getattr(module, "ON_ALL_RANKS", False) else ["arguments"]
     assert list(inspect.signature(module.run).parameters) == wanted
 
 
@@ -346,3 +346,38 @@ def test_long_texts_are_said_in_short(program, words, capsys):
     printed = capsys.readouterr()
     assert "error: " in printed.err
     assert len(printed.err[printed.err.index("error: "):]) < 1100, len(printed.err)
+
+
+# --- the verb that shows a product, or a layer, step by step ---------------------------------
+
+def cube(capsys, *words):
+    assert main(["cube", "--format", "json", *words]) == 0
+    return [part for part in json.loads(capsys.readouterr().out) if "table" in part]
+
+
+@pytest.mark.parametrize("words, shown", [
+    (["--scheme=3d"], 8), (["--scheme=faces"], "0 on 4, 16 on 4 ranks")])
+def test_words_of_a_rank_are_told_of_each(capsys, words, shown):
+    """And why ranks differ, where they do."""
+    assert main(["cube", "--format", "json", *words]) == 0
+    steps, *others = json.loads(capsys.readouterr().out)
+    assert steps["rows"][0][-2] == shown
+    assert [one.get("notes") for one in others[:-1]] == ["Why ranks differ:"] * (shown != 8)
+
+
+@pytest.mark.parametrize("words", [
+    ["--scheme=3d"], ["--scheme=2.5d"], ["--scheme=2d"], ["--scheme=1d", "--form=down"],
+    ["--grid=2x1x3", "--form=up", "--backward", "--shape=12,5,7"]])
+def test_words_stand_beside_the_closed_form(capsys, words):
+    steps, beside = cube(capsys, *words)
+    kinds = [row[1] for row in steps["rows"]]
+    assert "multiply" in kinds and len(kinds) > 1
+    assert [row[1] for row in beside["rows"]] == [row[2] for row in beside["rows"]]
+    assert sum(row[-1] for row in steps["rows"]) == sum(row[1] for row in beside["rows"]) > 0
+
+
+def test_a_layer_is_shown_part_by_part(capsys):
+    parts, beside = cube(capsys, "--scheme=1d-sp", "--grid=2", "--form=layer")
+    assert [row[:3] for row in parts["rows"][:2]] == [["ln1", "outer", ",x,"],
+                                                      ["attention.qkv", "inner", ",,x"]]
+    assert {row[0] for row in beside["rows"]} == {"all-gather along x", "reduce-scatter along x"}
