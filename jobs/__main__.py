@@ -125,7 +125,7 @@ def table_cases(arguments, site: sites.Site) -> list[combined.AnyCase]:
         raise UsageError(f"--preset {arguments.preset}: its ranks wait for their work, with "
                          f"arrays in host memory, but --site {arguments.site} says run.backend = "
                          f"{site.run.backend!r}; choose --preset paper, or another site")
-    variants.check(variant, (row.scheme for row in chosen), recompute=arguments.recompute)
+    variants.check_variant(variant, (row.scheme for row in chosen), recompute=arguments.recompute)
     for scheme in dict.fromkeys(row.scheme for row in chosen):
         directions = find_scheme(scheme).directions
         inside = arguments.inside or site.inside.get(scheme, "auto")

@@ -11,10 +11,10 @@ import msgspec
 
 from bench.errors import UsageError
 from bench.prediction import memory_fit
-from bench.text_files import decode, read_text
+from bench.text_files import read_text
 from jobs import environment
 from jobs.own_options import list_overrides, list_verb_problems
-from jobs.site_tables import Site
+from jobs.site_tables import Site, decode_site
 from mm3d.names import plain
 from mm3d.schemes import registry
 
@@ -45,7 +45,7 @@ def load_site(name: str) -> Site:
     text = read_text(path, f"--site {name}",
                      f"a .toml file, or one of {', '.join(supplied_sites())},")
     try:
-        site = decode(text, Site)
+        site = decode_site(text)
     except ValueError as error:
         raise UsageError(f"--site {name}: {error}") from error
     for problem in list_problems(site):

@@ -5,6 +5,8 @@ from typing import Literal
 
 import msgspec
 
+from bench.text_files import decode
+
 
 class SiteTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A table of the site file."""
@@ -119,3 +121,8 @@ class Site(SiteTable):
     # expanded; in a list with colons an item that is one variable may be unset, if another item
     # has text.
     environment: dict[str, str] = {}
+
+
+def decode_site(text: str) -> Site:
+    """Decode the text of a site file, whose values are not checked; ValueError as of `decode`."""
+    return decode(text, Site)

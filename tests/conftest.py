@@ -52,7 +52,7 @@ WAITING = ("test_slurm.py", "test_slurm_limits.py", "test_slurm_placement.py",
 LONGEST = ("test_training_plans.py", "test_user_settings.py", "test_bench.py", "test_harness.py",
            "test_device.py", "test_shared_room.py", "test_guard.py", "test_figures.py",
            "test_pictures.py", "test_report.py", "test_validate.py", "test_full_disks.py",
-           "test_dump.py", "test_rules_of_thumb.py", "test_mpi_start.py", "test_doctor.py")
+           "test_dump.py", "test_meshes.py", "test_mpi_start.py", "test_doctor.py")
 GRACE = min(LIMIT / 3, 10)    # seconds that a failed rank waits: it may be all the others wait for
 STDERR = os.dup(2)            # replaced in pytest_configure: pytest captures 2 while tests run
 

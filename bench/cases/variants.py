@@ -90,8 +90,8 @@ def recorded_variant(configuration: Mapping[str, Any]) -> Variant:
                       for field in fields(Variant)})
 
 
-def check(variant: Variant, schemes: Iterable[str], backend: Backend | None = None,
-          recompute: str | None = None) -> None:
+def check_variant(variant: Variant, schemes: Iterable[str], backend: Backend | None = None,
+                  recompute: str | None = None) -> None:
     """Raise UsageError when rows of `schemes`, or a backend, cannot have a variant and policy."""
     if variant.keep != "none" and recompute and parse_policy(recompute).selective:
         raise UsageError(f"--keep {variant.keep} --recompute {recompute}: selective keeps nothing "

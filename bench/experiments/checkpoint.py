@@ -21,7 +21,7 @@ from bench.instruments.sampling import measured_environment, take_samples_in_tur
 from bench.instruments.timing import Limits
 from bench.records.model_run import make_record
 from bench.records.measurements import Check, Measurements
-from mm3d.checkpoints.stored_arrays import stored_arrays
+from mm3d.checkpoints.block_files import stored_arrays
 from mm3d.model.draws import draw_normal
 
 OPERATIONS = ("save", "restore", "disk write", "disk read")

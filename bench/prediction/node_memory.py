@@ -19,7 +19,7 @@ from mm3d.transport.nodes import create_node_communicator
 class NodeMemory:
     """A node of a job: its ranks, and the bytes available for arrays, infinite if unknown.
 
-    It `checks` if rank 0 is one of its ranks, which computes the serial model.
+    It `checks` if it has rank 0, which computes the serial model.
     """
 
     ranks: int

@@ -35,7 +35,7 @@ def measure_works(batches: Sequence[Sequence[Work]], comm, dtype: str, seed: int
     """Verify and measure forward and backward of works on all ranks of `comm`.
 
     Each round has a random order, so that a disturbance of the machine affects no single work.
-    Those of a batch are in memory together.  `after` is called after each round of each batch,
+    Works of a batch are in memory together.  `after` is called after each round of each batch,
     with how many there were.
 
     Returns seconds, (rounds, works, phases), the same on all ranks; and what was verified.

@@ -95,10 +95,7 @@ class Results:
         return list(dict.fromkeys([*PAPER, *sorted(scheme for _, scheme, _ in self.runs)]))
 
     def rows(self, table: str, scheme: str = "all") -> list[Row]:
-        """Return the paper's rows of `table`, then those of other schemes that were run.
-
-        For a variant, only rows that were run.
-        """
+        """Return the paper's rows, of a variant those run, then those of other schemes."""
         known = select_rows(table)
         keys = {row.key for row in known}
         if not self.plain:
@@ -167,12 +164,7 @@ def cluster_of(run: Measurements) -> str:
 
 
 def results_by_preset(runs: list[Run]) -> list[Results]:
-    """Return the rows of the tables, grouped by preset, variant, policy of recomputation, cluster.
-
-    They are in the presets' order. Policies of a preset and variant are kept apart only if some
-    row was measured with several. Emulated clusters are always kept apart, and named only if there
-    are several, or rows without one.
-    """
+    """Return the rows by preset, in its order, variant, and policies and clusters if several."""
     policies: dict[tuple, set[str]] = {}    # of each row of a preset and variant
     for run in runs:
         if not run.configuration["overridden"]:

@@ -50,10 +50,7 @@ class Journal:
                              f"folder with --out") from error
 
     def claim(self) -> None:
-        """Lock the folder for measuring, until this process ends or `close` is called.
-
-        Raises StoreError when another process has locked it.
-        """
+        """Lock the folder until this process ends or `close` is called, or raise StoreError."""
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             while not self._is_there():    # another process has just removed it, empty
@@ -110,10 +107,7 @@ class Journal:
 
 
 def append_entry(descriptor: int, entry: dict[str, Any]) -> None:
-    """Append a line of JSON to a file, open for reading and appending, by one write, and sync it.
-
-    Raises OSError when the entry was not written completely.
-    """
+    """Append a line of JSON to a file by one write, and sync it; OSError if it is incomplete."""
     line = json.dumps(entry) + "\n"
     end = os.fstat(descriptor).st_size
     if end and os.pread(descriptor, 1, end - 1) != b"\n":
@@ -232,10 +226,7 @@ def check_folder(folder: str | os.PathLike, option: str = "--out", keep: bool = 
 
 
 def check_output(file: str | os.PathLike, option: str) -> None:
-    """Make sure that the file of an `option` can be written, before the work that fills it.
-
-    Raises StoreError when it is a folder, or it or its folder cannot be written.
-    """
+    """Make sure that the file of an `option` can be written, or raise StoreError."""
     path = Path(file)
     try:
         if path.is_dir():

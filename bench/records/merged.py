@@ -77,12 +77,8 @@ def merge_files(paths: list[Path], target: Path, anew: bool = False) -> tuple[in
     The files have one run, or are merged ones; a run found twice is written once.  The new file
     appears when it is complete and on the disk, and only `anew` in the place of another.
 
-    Returns the number of runs, and a message for each run or file that was left out, as it cannot
-    be read.
-
-    Raises StoreError when there are no runs, or `target` is named otherwise than files that are
-    read, or exists already and is not to be made `anew`, or cannot be written; no file is changed
-    then.
+    Returns their number, and a message for each run or file that cannot be read.  Raises
+    StoreError, and changes nothing, when there are none, or `target` cannot be written so.
     """
     if target.suffix != SUFFIX:
         raise StoreError(f"{target} would not be read with its folder, as its name does not end "

@@ -12,7 +12,7 @@ from mm3d.grid.shape import GridShape
 from mm3d.tracing.events import PHASES
 
 AXES = ("x", "y", "z")    # the directions that every record has
-COUNTS = ("calls", "messages", "words", "bytes")
+TRAFFIC_COUNTS = ("calls", "messages", "words", "bytes")
 
 
 def directions_of(shape: GridShape) -> tuple[str, ...]:
@@ -44,13 +44,13 @@ class Run(Measurements):
 
     @property
     def traffic(self) -> dict[str, np.ndarray]:
-        """Counts of one step, (phases, ranks, directions, collectives), for each of `COUNTS`.
+        """Counts of one step, (phases, ranks, directions, collectives), by `TRAFFIC_COUNTS`.
 
         Along the dimensions in the orders of `PHASES`, `directions` and `COLLECTIVES`.  Also
         "moved", float64, the words that the transport moved (`mm3d.grid.axis.Traffic`), which
         earlier files lack.
         """
-        return {name: self._by_collective(name) for name in (*COUNTS, "moved")
+        return {name: self._by_collective(name) for name in (*TRAFFIC_COUNTS, "moved")
                 if name in self.groups["traffic"].variables}
 
     @property

@@ -33,14 +33,7 @@ MAX_SAME_NAMES = 999    # files of one name, numbered, in a folder
 
 
 def write_run(run: Measurements, folder: str | os.PathLike, name: str) -> Path:
-    """Write `run` into `folder` as a file of its own.
-
-    To `name` the time and ``.h5`` are added, and a number if another run has that name already.
-
-    Returns the file, complete and on the disk.
-
-    Raises StoreError when it cannot be written; nothing is left behind then.
-    """
+    """Write `run` as NAME-TIME.h5, numbered if there is one, or raise StoreError; return it."""
     image = io.BytesIO()
     with h5py.File(image, "w", libver="v110") as file:
         file.attrs.update({"format": FORMAT, "schema_version": SCHEMA})
@@ -76,10 +69,7 @@ def read_run(path: str | os.PathLike) -> Measurements:
 
 
 def list_files(folder: str | os.PathLike, prefix: str = "") -> list[Path]:
-    """List the files of results in a folder, by name, that begin with `prefix`.
-
-    Raises Unreadable when the folder cannot be listed; one that does not exist has none.
-    """
+    """List the files of results in a folder, by name; none if it is missing, else Unreadable."""
     try:
         return sorted(Path(folder, name) for name in os.listdir(folder)
                       if name.startswith(prefix) and name.endswith(SUFFIX))
@@ -90,10 +80,7 @@ def list_files(folder: str | os.PathLike, prefix: str = "") -> list[Path]:
 
 
 def files_among(sources: Iterable[str]) -> list[Path]:
-    """List the files of results among `sources`, and those in the folders among them.
-
-    Raises StoreError when a folder holds none, or a source does not exist.
-    """
+    """List the files among `sources`, and in folders of them; StoreError where there is none."""
     files: list[Path] = []
     for source in map(Path, sources):
         if not os.path.lexists(source):
@@ -156,10 +143,7 @@ def _read_bytes(path: str | os.PathLike) -> bytes:
 
 
 def parse_run(file: h5py.Group | None, path: str | os.PathLike) -> Measurements:
-    """Read the run in an open file, or in a group of one (if any); messages name it `path`.
-
-    Raises StoreError when it is not a run, of another schema, or incomplete.
-    """
+    """Read the run in an open file or group, if any, called `path`; StoreError if it is none."""
     try:
         if file is None:
             raise StoreError(f"{path} is damaged: it is no group")

@@ -5,9 +5,8 @@ from typing import Iterable, Sequence
 
 from bench.document import Column, Notes, Part as DocumentPart, Rows, Table
 from mm3d.schemes.closed_form import Move
-from mm3d.tracing.block_moves import Story
+from mm3d.tracing.block_moves import LayerPart, LayerStory, Moved, Story
 from mm3d.tracing.block_replay import KEEP
-from mm3d.tracing.layer_moves import LayerStory, Moved, LayerPart
 
 OPERANDS = {"A": "A, activations", "B": "B, weight", "C": "C, activations", "b": "vectors",
             "KV": "keys and values", "row sums": "sums of rows"}

@@ -3,7 +3,8 @@
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Callable, Sequence
+from functools import partial
+from typing import Sequence
 
 import numpy as np
 from msgspec.structs import replace
@@ -16,8 +17,7 @@ from bench.records import model_run
 from bench.records.folder import EFFORT, SAME, Results, is_crowded, policy_of, row_of
 from bench.records.model_run import Run
 from bench.records.notes import counted
-from bench.statistics import (CONFIDENCE, Interval, geometric_mean_interval, median_interval,
-                              rank_sum_p)
+from bench.statistics import CONFIDENCE, geometric_mean_interval, median_interval, rank_sum_p
 from mm3d.tracing.events import PHASES
 
 SIGNIFICANT = 0.05
@@ -28,16 +28,18 @@ END_REASONS = {"width": "the intervals are narrow enough",
 
 def certainty_table(heading: str, found: Sequence[tuple[Row, Run]]) -> Table:
     """Make the table of intervals of each measured row, with what ended and verified it."""
-    def bounds(phase: str) -> Callable[[tuple[Row, Run]], list[Number]]:
-        return lambda one: interval_cells(median_interval(model_run.slowest(
-            one[1].times[phase])))
+    def bounds(one: tuple[Row, Run], phase: str) -> list[Number]:
+        interval = median_interval(model_run.slowest(one[1].times[phase]))
+        few = "" if interval.confidence >= CONFIDENCE else "+"
+        return [*(number_cell(bound, "#.3g") for bound in interval[1:3]),
+                Number(interval.width, f"{100 * interval.width:.1f} %{few}")]
     columns = [
         Column("scheme", of=lambda one: title(one[0].scheme)),
         Column("ranks", of=lambda one: one[0].gpus),
         Column("a core", of=lambda one: float(one[1].environment["ranks_per_core"]), form="g"),
         Column("n", of=lambda one: len(one[1].times["forward"])),
         *(column for phase in PHASES for column in spread(
-            bounds(phase), "", phase, ("low", "high", "width"), ("(s)", "(s)"))),
+            partial(bounds, phase=phase), "", phase, ("low", "high", "width"), ("(s)", "(s)"))),
         Column("ended by", of=lambda one: one[1].ended_by),
         Column("verified by", of=lambda one: verified_by(one[1]))]
     return make_table(f"{heading}: 95 % confidence intervals of the medians", columns, found)
@@ -65,19 +67,8 @@ def verified_by(run: Run) -> str:
     return str(chosen.get("verified_by", "serial model" if whole else "a smaller model"))
 
 
-def interval_cells(interval: Interval) -> list[Number]:
-    """Make cells of both bounds and the width in per cent; "+" marks less than 95 % confidence."""
-    few = "" if interval.confidence >= CONFIDENCE else "+"
-    bounds = [number_cell(bound, "#.3g") for bound in interval[1:3]]
-    return [*bounds, Number(interval.width, f"{100 * interval.width:.1f} %{few}")]
-
-
 def compare_repetitions(slow: Run, fast: Run) -> str:
-    """Test whether the steps of two runs differ, by the rank-sum test on their repetitions.
-
-    Where ranks outnumber cores nothing is tested: repetitions then vary with the scheduling of
-    ranks.
-    """
+    """Test whether the steps of two runs differ, by rank sums; not where ranks outnumber cores."""
     if any(map(is_crowded, (slow, fast))):
         return "not tested"
     p = rank_sum_p(*(run.steps / run.batch for run in (slow, fast)))
@@ -196,8 +187,8 @@ def speed_up_line(name: str, other: Row, cube: Row, results: Results) -> list[Ce
     if other.like or cube.like:
         cells += [""] * 4
     else:
-        cells += [other.batch, cube.batch, _ratio(other.average, cube.average),
-                  _ratio(other.recomputed, cube.recomputed)]
+        cells += [other.batch, cube.batch, _cell(other.average / cube.average),
+                  _cell(other.recomputed / cube.recomputed)]
     runs = [results.get(row) for row in (other, cube)]
     if None in runs:
         return [*cells, *[""] * 4, number_cell(math.nan, missing="missing"), *[""] * 4]
@@ -225,10 +216,6 @@ def speed_up_notes(results: Results) -> list[str]:
             "what a larger batch gains is in them, in the published ones as well.")
     more = "" if results.equal else " --equal-tokens measures both at equal batches."
     return [*said, text + more]
-
-
-def _ratio(slow: float, fast: float) -> Number:
-    return _cell(slow / fast)
 
 
 def _cell(ratio: float) -> Number:

@@ -77,11 +77,8 @@ def compare_sides(first: Sequence[str], second: Sequence[str],
                   limit: float | None = None) -> tuple[list[Part], list[str], list[str]]:
     """Compare two sides of runs.
 
-    Each is given by its files and folders.  A case of B may be slower by `limit` per cent; then B
-    must have each case of A.
-
     Returns the table of verdicts, and notes; a line for each case in which B is slower by more
-    than the limit, or that B lacks; and a message for each file that was left out.
+    than `limit` per cent, or that it lacks; and a message for each file that was left out.
 
     Raises UsageError when the two sides cannot be compared, or a limit is given with too few runs;
     StoreError when a file or folder cannot be read.
@@ -205,10 +202,7 @@ def differing_settings(first: Cases, second: Cases, common: list[str]) -> list[s
 
 
 def read_cases(paths: Sequence[str | Path]) -> tuple[ByTransport, list[str]]:
-    """Read the runs of each case by name and transport, and list unreadable files.
-
-    Raises StoreError when a file or folder holds none.
-    """
+    """Read the runs of each case by name and transport, or StoreError; list unreadable files."""
     found: ByTransport = {}
     problems: list[str] = []
     seen = set()
@@ -270,10 +264,7 @@ def _in_words(settings: Mapping[str, Setting]) -> str:
 
 
 def shorten_names(cases: Cases) -> tuple[dict[str, str], str]:
-    """Name the cases of microbenchmarks without the settings that all of these have in common.
-
-    Returns the short name of each case, and the settings in common; "" for none.
-    """
+    """Name cases without the settings that all microbenchmarks have in common, told apart."""
     found = {name: _settings(timed[0].run) for name, timed in cases.items()
              if not isinstance(timed[0].run, Run)}
     common = dict(set.intersection(*(set(one.items()) for one in found.values()))) if found else {}
@@ -285,10 +276,7 @@ def shorten_names(cases: Cases) -> tuple[dict[str, str], str]:
 
 
 def common_cases(names: tuple[str, str], first: Cases, second: Cases) -> list[str]:
-    """Return the cases that both sides have.
-
-    Raises UsageError when there are none, or a case is not the same in all of its runs.
-    """
+    """Return the cases of both sides; UsageError for none, or other work under the same name."""
     common = sorted(first.keys() & second.keys(), key=natural_key)
     if not common:
         short, _ = shorten_names({**first, **second})

@@ -58,11 +58,7 @@ def waited_rows(results: Results) -> list[tuple[Row, Run]]:
 
 
 def state_conditions(runs: Sequence[Run | None]) -> str:
-    """Return the conditions of figures in brackets, for their heading; "" for plain conditions.
-
-    They name emulated clusters, and warn of ranks that waited instead of computing and of ranks
-    that outnumber cores: without links that take time, such figures are no scaling results.
-    """
+    """Return emulated clusters, and warnings of ranks that wait or are crowded, in brackets."""
     clusters, emulated = describe_clusters(runs), emulated_runs(runs)
     others = most_oversubscribed(other_runs(runs))
     crowded = most_oversubscribed(emulated)

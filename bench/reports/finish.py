@@ -30,9 +30,8 @@ def write_tables_and_figures(out: Path, figures: bool = True,
                                  formats.render(parts))) -> int:
     """Write tables, figures and one page into the folder `out`; print a summary, and the files.
 
-    ``tables.txt`` has all tables.  Return 1 when a file of results was left out, else 0.
-
-    Raises StoreError when there are no results in `out`; OSError when a file cannot be written.
+    Return 1 when a file of results was left out, else 0.  Raises StoreError when there are no
+    results in `out`; OSError when a file cannot be written.
     """
     found = read_folder(out)
     text = formats.render(paper_tables.make_file(found))
@@ -49,11 +48,7 @@ def write_tables_and_figures(out: Path, figures: bool = True,
 
 
 def draw_and_describe(found: FolderContents) -> list[str]:
-    """Draw the figures and write the page; return lines that name these files.
-
-    Why figures are not drawn is printed.  An error of the program is printed and ends nothing: all
-    runs and tables are on the disk, and no picture decides whether a run succeeded.
-    """
+    """Draw figures and write the page; name the files; no error ends a run that has measured."""
     try:
         drawn, left_out = draw_figures(found)
         report_drawn([], left_out)
@@ -154,12 +149,7 @@ def bare_clusters(runs: list[Run]) -> str:
 
 def write_page(found: FolderContents,
                out: str | Path | None = None) -> tuple[Path, list[NoFigure]]:
-    """Write the page; return its path, and why figures are not drawn.
-
-    By default it is ``report.html`` in the folder of the results.
-
-    Raises OSError when the page cannot be written.
-    """
+    """Write the page, by default DIR/report.html; return it, and why figures are not drawn."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
     environment = Environment(loader=PackageLoader("bench.reports"), autoescape=True,
                               trim_blocks=True,

@@ -92,11 +92,7 @@ HEAD = re.compile(r"(\w+(?:, \w+)*) : (.+)")    # of a field in a docstring
 
 
 def describe_format(what: str, kind: type, example: str) -> str:
-    """Describe the fields of a file, and print a file that has them.
-
-    `what` it describes is, say, "machine"; the docstring of the format, `kind`, and those of its
-    parts tell the fields; `example` is the name of a supplied file.
-    """
+    """Describe `what` a file is by the docstrings of its format, `kind`; print the `example`."""
     parts = [f"A {what} file is TOML, given by name as a supplied one or by its path. Its fields:",
              *describe_fields(kind)]
     inner: dict[type, list[str]] = {}

@@ -54,11 +54,7 @@ def figures_of_merit(run: Run) -> list[Figure]:
 
 
 def recomputation_figures(run: Run) -> list[Figure]:
-    """Compute executed over useful operations of a run with recomputation.
-
-    Traced operations include the attention scores that every backward recomputes, and computation
-    repeated on several ranks.
-    """
+    """Compute executed operations, with repeated scores and copies, over useful ones, if any."""
     name = run.configuration.get("recompute", "none")
     if name == "none":
         return []

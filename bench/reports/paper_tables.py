@@ -133,7 +133,7 @@ def measured_notes(results: Results) -> list[str]:
     alone = emulated.other_runs(runs)
     crowded = [run for run in alone if is_crowded(run)]
     most = most_oversubscribed(alone)
-    if most and waits(most):
+    if most and recorded_variant(most.configuration).waits:
         notes.append(f"CROWDED: in {len(crowded)} of {len(runs)} rows ranks outnumber cores. Up "
                      f"to {most.ranks} ranks {share_cores(most)}: copies, sums, messages and "
                      f"Python take longer than with a core for each.")
@@ -157,14 +157,9 @@ def measured_notes(results: Results) -> list[str]:
     return notes + machine_notes(results)
 
 
-def waits(run: Run) -> bool:
-    """Return whether ranks waited for the modelled seconds of their work."""
-    return recorded_variant(run.configuration).waits
-
-
 def waiting_notes(runs: Sequence[Run]) -> list[str]:
     """State what ranks waited for instead of computing; nothing if all computed."""
-    waiting = [run for run in runs if waits(run)]
+    waiting = [run for run in runs if recorded_variant(run.configuration).waits]
     if not waiting:
         return []
     share = [run.of_group("waits", "counted").sum(axis=0).max()

@@ -17,10 +17,7 @@ LABELS = {"gemm": "matrix products", "elementwise": "elementwise", "waiting": "w
 
 
 def stacked_parts(directions: Iterable[str]) -> tuple[str, ...]:
-    """Name the parts of a step, in the order in which figures stack them.
-
-    The collectives along a direction of the grid are one part, named as the direction.
-    """
+    """Name the parts of a step as figures stack them; a direction stands for its collectives."""
     return ("gemm", *directions, "elementwise", "waiting", "other")
 
 

@@ -182,7 +182,7 @@ def _formats(arguments: argparse.Namespace) -> int:
 def _rules(arguments: argparse.Namespace) -> int:
     """Print rules of thumb beside the planner's choice; return 0."""
     from bench.prediction.meshes.rules_of_thumb import check_rules, load_rules
-    from bench.reports.plans.rule_tables import rule_parts
+    from bench.reports.plans.kind_map import rule_parts
     options.refuse(arguments, ("model", *model_options.EXPERT_OPTIONS, *SIZES, "map", "contexts",
                                *OF_TRAININGS, *OF_LAYERS),
                    f"the rules of --rules {arguments.rules} say it; leave it, or --rules, out")

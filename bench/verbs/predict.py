@@ -140,7 +140,7 @@ def _pipelines(arguments: argparse.Namespace) -> int:
 def _steps(arguments: argparse.Namespace) -> int:
     """Print predictions of the steps in a file; return 0, or 1 when no row could be predicted."""
     from bench.prediction.published.published_steps import fit_to_steps, predict_rows, read_steps
-    from bench.reports.plans.step_tables import step_parts
+    from bench.reports.measured_tables import step_parts
     options.refuse(arguments, ("results", "table", "stages", "pictures"),
                    f"leave it out: --steps {arguments.steps} says all of its rows")
     machine = machine_model.load_machine(arguments.machine)

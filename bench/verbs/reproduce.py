@@ -190,7 +190,7 @@ def cases_of_options(arguments: argparse.Namespace) -> list[Case]:
     rows = rows_of_options(arguments)
     library = backends.get(arguments.backend)
     variant = row_options.variant(arguments, library)
-    variants.check(variant, (row.scheme for row in rows), library, arguments.recompute)
+    variants.check_variant(variant, (row.scheme for row in rows), library, arguments.recompute)
     return [make_case(row, arguments.preset, variant) for row in rows]
 
 

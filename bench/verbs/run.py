@@ -117,7 +117,7 @@ def read_row_settings(arguments: argparse.Namespace, rows: list[Row],
     check_backend(arguments.backend, comm)
     library = backends.get(arguments.backend)
     variant, memory = row_options.variant(arguments, library), row_options.node_memory(arguments)
-    variants.check(variant, (row.scheme for row in rows), library, arguments.recompute)
+    variants.check_variant(variant, (row.scheme for row in rows), library, arguments.recompute)
     order = comm.bcast(random.SystemRandom().randrange(2 ** 31) if arguments.order is None
                        else arguments.order)
     waits, dilation = waiting.waits_and_dilation(arguments, comm)

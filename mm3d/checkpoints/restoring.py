@@ -10,14 +10,13 @@ import numpy as np
 
 from mm3d.arrays.plain_numbers import check_whole
 from mm3d.checkpoints import folder as folders
-from mm3d.checkpoints.block_files import Block, read_part
+from mm3d.checkpoints.block_files import (OPTIMIZER_PREFIX, Block, StoredArray, known_facts,
+                                          read_part, stored_arrays)
 from mm3d.checkpoints.index_file import DROPOUT_STEP, Index, read_index
-from mm3d.checkpoints.stored_arrays import (OPTIMIZER_PREFIX, StoredArray, known_facts,
-                                            stored_arrays)
 from mm3d.checkpoints.together import on_each, on_root
 from mm3d.grid.agreement import same_arguments
 from mm3d.model.architecture import PLAIN
-from mm3d.model.definition import architecture_facts
+from mm3d.model.transformer_layers import architecture_facts
 from mm3d.model.parameters import comm_of
 
 

@@ -6,11 +6,10 @@ from typing import Any
 
 from mm3d.arrays.plain_numbers import check_whole
 from mm3d.checkpoints import folder as folders
-from mm3d.checkpoints.block_files import write_blocks
+from mm3d.checkpoints.block_files import (OPTIMIZER_PREFIX, StoredArray, known_facts,
+                                          stored_arrays, write_blocks)
 from mm3d.checkpoints.index_file import (DROPOUT_STEP, RESERVED, ArrayInfo, Index, index_bytes,
                                          storable_attributes)
-from mm3d.checkpoints.stored_arrays import (OPTIMIZER_PREFIX, StoredArray, known_facts,
-                                            stored_arrays)
 from mm3d.checkpoints.together import on_each, on_root
 from mm3d.checkpoints.writer import Writer
 from mm3d.grid.agreement import same_arguments

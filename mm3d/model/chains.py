@@ -132,9 +132,8 @@ def saved_arrays(saved: Any) -> Iterator[Array]:
         yield saved.array
     elif hasattr(saved, "arrays"):
         yield from saved.arrays
-    elif hasattr(saved, "operands"):
-        yield from saved_arrays(saved.operands)
-    elif saved is not None and not isinstance(saved, int):    # the place of masks
+    # Beside arrays are the place of masks, and the layers of `mm3d.schemes.passes.LaterWeights`.
+    elif not (saved is None or isinstance(saved, int) or hasattr(saved, "parameters")):
         yield saved
 
 

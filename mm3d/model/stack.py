@@ -67,7 +67,7 @@ class Stack(PlainFields):
 
     def fields(self) -> dict[str, Any]:
         """Return all fields by name."""
-        return {name: getattr(self, name) for name in field_names(type(self))}
+        return dict(vars(self))
 
     @property
     def sizes(self) -> ModelSizes:

@@ -15,15 +15,15 @@ from mm3d.grid.grid import Grid
 from mm3d.model.architecture import gather_architecture
 from mm3d.model.builder import Builder, ExpertRanks
 from mm3d.model.chains import Chain, saved_bytes, vectors_of, weighted_products
-from mm3d.model.definition import define_transformer
+from mm3d.model.transformer_layers import define_transformer
 from mm3d.model.experts.options import check_experts_given
 from mm3d.model.experts.totals import Routings
 from mm3d.model.draws import InitialValues, MaskKey, draw_normal, draw_parameter, varied_values
+from mm3d.model.joined_vectors import join_vectors
 from mm3d.model.parameters import Parameter, Trained
 from mm3d.model.recomputation import parse_policy
 from mm3d.model.stack import Stack
 from mm3d.model.transformer_layers import transformer_layers
-from mm3d.model.vectors import join_vectors
 from mm3d.schemes.overlap import Overlap
 from mm3d.schemes.passes import LaterWeights, Pass
 from mm3d.schemes.scheme import Scheme

@@ -2,8 +2,9 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from mm3d.arrays import backend as backends
 from mm3d.hugging_face.names import canonical
@@ -23,7 +24,8 @@ def safetensors() -> Any:
     return safetensors
 
 
-class Tensor(NamedTuple):
+@dataclass(frozen=True)
+class Tensor:
     """State the file, name, shape and type of a tensor; the type is as the file calls it."""
 
     file: Path

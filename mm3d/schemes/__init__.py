@@ -5,20 +5,22 @@ from functools import cache
 from importlib import import_module
 
 from mm3d.names import find_name
-from mm3d.schemes.scheme import REGISTERED, Scheme
+from mm3d.schemes.scheme import REGISTERED, GridAlgorithm, Scheme
 
 
 @cache
-def _import_schemes() -> None:
-    """Import all modules of this folder, which registers their schemes."""
-    for module in pkgutil.iter_modules(__path__):
-        import_module(f"{__name__}.{module.name}")
-
-
 def registry() -> dict[str, type[Scheme]]:
     """Return all schemes by name: those of ``mm3d/schemes/`` and other named subclasses."""
-    _import_schemes()
+    for module in pkgutil.iter_modules(__path__):    # which registers them
+        import_module(f"{__name__}.{module.name}")
     return REGISTERED
+
+
+def algorithms_with_products() -> dict[str, type[GridAlgorithm]]:
+    """Return all algorithms that multiply plain matrices, by name; last those without layers."""
+    schemes = {name: cls for name, cls in registry().items() if cls.matrix_product}
+    alone = {cls.name: cls for cls in GridAlgorithm.__subclasses__() if cls is not Scheme}
+    return schemes | dict(sorted(alone.items()))
 
 
 def find_scheme(name: str) -> type[Scheme]:

@@ -73,16 +73,9 @@ def atb_backward(dC: Operand, A: Operand, B: Operand,
 class CubeProduct(Product):
     """Compute C = A B of a linear layer, communicating A, B and C along three directions.
 
-    Parameters
-    ----------
-    a, b, c : Split
-        How A, B and C are divided along y, x, z; in a product down along z, x, y (A_ij for A_il).
-    weight : Layout
-        Layout of B.
-    keep : {"none", "weight", "both"}
-        Gathered operands that are saved from forward to backward; others are gathered again.
-    overlap : int
-        Panels of rows in `mm3d.schemes.overlap`; 0 if no communication overlaps with products.
+    `a`, `b` and `c` divide A, B and C along y, x, z, in a product down along z, x, y (A_ij for
+    A_il).  `keep` says which gathered operands are saved from forward to backward; others are
+    gathered again.  `overlap` is the panels of rows in `mm3d.schemes.overlap`, 0 for no overlap.
     """
 
     def __init__(self, a: Split, b: Split, c: Split, weight: Layout, keep: str,

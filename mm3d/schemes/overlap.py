@@ -176,15 +176,16 @@ class Overlap(Pass):
                      saved: Any) -> tuple[Array, Pending]:
         """Compute dA = dC B^T and dB = A^T dC (Algorithm 2); the sum of dB may be pending."""
         A, B_lj = saved
-        gathering: list[Operand] = []
 
         def begin_A() -> Operand:
-            gathering.append(A if isinstance(A, Gathered) else self._begin(product.a.prefetch(A)))
-            return gathering[0]
+            nonlocal A
+            if not isinstance(A, Gathered):
+                A = self._begin(product.a.prefetch(A))
+            return A
 
         dA, dC_ij = self._abt(product, dC, B if B_lj is None else B_lj, begin_A)
         moving = progress_of(self._prefetch(), dA)
-        terms = matmul_tn(gather(gathering[0], product.a), dC_ij, product.b.term,
+        terms = matmul_tn(gather(A, product.a), dC_ij, product.b.term,
                           product.accumulate_float32, moving)
         dB = self._begin(product.b.begin_reduce_scatter(terms))
         return dA.take(), dB

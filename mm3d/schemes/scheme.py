@@ -29,7 +29,7 @@ from mm3d.schemes.product import Product
 class GridAlgorithm(ABC):
     """Name an algorithm, and state the grids that it runs on.
 
-    A `Scheme` has layers as well; `mm3d.schemes.products_alone` multiplies plain matrices only.
+    A `Scheme` has layers as well; other subclasses multiply plain matrices only.
     """
 
     name: str    # by which users choose it

@@ -136,7 +136,7 @@ class Words:
         """List the gathers of a block's vectors, and the sums of their gradients.
 
         Those of one space share all calls, those of both the calls along further directions that
-        divide both (`mm3d.model.vectors.join_vectors`).  Each is a space and a length.
+        divide both (`mm3d.model.joined_vectors.join_vectors`).  Each is a space and a length.
         """
         lengths: dict[SpaceCosts, int] = {}
         for one, n in vectors:

@@ -197,10 +197,9 @@ class DryBackend(Backend):
         self._in_kernel = False
 
     def _record_memory(self) -> None:
-        """Add the bytes in use to the timeline and the peaks of the trace."""
+        """Count the bytes in use in the peaks of the trace."""
         trace, own, others = self.trace, self.pool.in_use, self.scratch.in_use
         in_use, held = own + others, self.pool.reserved + others
-        trace.timeline.append((trace.phase, in_use))
         if in_use > trace.peak:    # a run takes ten thousands of arrays: a call here is felt
             trace.peak, trace.activations = in_use, self.saved
         if held > trace.held:

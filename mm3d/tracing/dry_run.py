@@ -2,7 +2,7 @@
 
 The unchanged model runs on arrays without contents (`mm3d.tracing.dry_arrays`) and on a
 `mm3d.transport.communicators.DryCommunicator`.  The `Trace` counts every matrix product, every
-elementwise pass, every collective, and the memory over time, exactly.
+elementwise pass, every collective, and the peaks of memory, exactly.
 
 >>> trace = mm3d.tracing.dry_run.trace_step("3d", 4096, grid=(16, 16, 16), layers=2,
 ...                                         hidden=1024, heads=16, batch=32, seq=128)
@@ -155,9 +155,8 @@ def extrapolate(trace_of: Callable[[int], Trace], layers: int, period: int,
     """Return ``trace_of(layers)`` in the time of five groups of layers.
 
     All groups of `period` layers are alike (in a pipeline `period` counts those of all stages), so
-    each group beyond the third adds what the third adds to the first two.  The timeline stays that
-    of three groups.  The smaller of the two models that are run has `least` groups; 1 would do for
-    events, where neighbours alone have to do with each other.
+    each group beyond the third adds what the third adds to the first two.  The smaller of the two
+    models that are run has `least` groups; 1 would do for events, where neighbours alone meet.
     """
     groups, left = divmod(layers, period)
     if groups <= least + 1:

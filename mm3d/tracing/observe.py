@@ -142,13 +142,12 @@ def _points_of_operands(layer: Any) -> list[WrapPoint]:
 
 def _name_operand(operand: str, target: Any, observers: Observers) -> NamedOperand:
     """Wrap an object that calls collectives, so that observers know the name of its operand."""
-    return NamedOperand(target, operand, join_observers(observers, Collective))
+    return NamedOperand(target, operand, observers)
 
 
 def _name_splits(observed_split: Callable[[Any, str], Any], observers: Observers) -> Callable:
     """Wrap the method of a `mm3d.schemes.matrix_product.MatrixProduct` that names its splits."""
-    observer = join_observers(observers, Collective)
-    return lambda split, name: NamedOperand(observed_split(split, name), name, observer)
+    return lambda split, name: NamedOperand(observed_split(split, name), name, observers)
 
 
 def _layer_name(layer: Any) -> str:

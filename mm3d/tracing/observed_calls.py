@@ -26,16 +26,6 @@ class _ObserverGroup(Observer):
     def __init__(self, observers: Observers) -> None:
         self.observers = observers
 
-    @property
-    def operand(self) -> str:
-        """The name of the operand, the same for all."""
-        return self.observers[0].operand
-
-    @operand.setter
-    def operand(self, name: str) -> None:
-        for observer in self.observers:
-            observer.operand = name
-
     def enter(self, event: Event, barrier: Callable[[], None] | None = None) -> None:
         for observer in self.observers:
             observer.enter(event, barrier)
@@ -240,25 +230,28 @@ class ObservedTransport:
 
 
 class NamedOperand:
-    """Wrap a Split, Vector or Space so that an observer knows the operand that it moves.
+    """Wrap a Split, Vector or Space so that observers know the operand that it moves.
 
-    Its name, such as "A", is the observer's `operand` during the calls of collectives.
+    Its name, such as "A", is their `operand` during the calls of collectives.
     """
 
-    def __init__(self, target: Any, operand: str, observer: Observer) -> None:
-        self._target, self._operand, self._observer = target, operand, observer
+    def __init__(self, target: Any, operand: str, observers: Observers) -> None:
+        self._target, self._operand, self._observers = target, operand, observers
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._target, name)
         if name == "of_panel":
-            return lambda panels: NamedOperand(found(panels), self._operand, self._observer)
+            return lambda panels: NamedOperand(found(panels), self._operand, self._observers)
         if name not in OPERAND_METHODS:
             return found
 
         def named(*arguments: Any) -> Any:
-            before, self._observer.operand = self._observer.operand, self._operand
+            before = self._observers[0].operand
+            for observer in self._observers:
+                observer.operand = self._operand
             try:
                 return found(*arguments)
             finally:
-                self._observer.operand = before
+                for observer in self._observers:
+                    observer.operand = before
         return named

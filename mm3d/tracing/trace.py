@@ -22,19 +22,16 @@ class Trace(Observer):
         Number of times that each (phase, part of a layer, Event) occurred.
     traffic : dict
         By phase, traffic as `Grid.traffic` returns it; for "sums" what moves outside of passes.
-    timeline : list of (str, int)
-        Phase and bytes in use after each allocation.
     times : int
         Number of equal events that each event counted from now on stands for.
     pool_peak, peak, held : int
         The most bytes at one time in arrays of the backend, as `Backend.memory` counts them; in
-        all arrays, including intermediate ones; and in all arrays and idle memory of the pool.
+        all arrays, also intermediate ones; and in all arrays and idle memory of the pool.
     activations : int
         Of `peak`, the bytes of arrays that layers had saved for backward.
     parameters, divided, saved, operands : int
-        Bytes of parameters with their gradients, and of the ones among them that replicas divide
-        (experts, and with ZeRO 1 to 3 all); of arrays that forward keeps for backward; and, where
-        backward is in halves, of arrays kept between them.
+        Bytes of parameters with their gradients; of those that replicas divide; of arrays that
+        forward keeps for backward; and of those kept between the halves of backward.
 
     Work that backward computes again is among the events of backward, in parts such as
     "mlp.up (again)".
@@ -46,7 +43,6 @@ class Trace(Observer):
         self.events: Counter = Counter()
         self.traffic: dict[str, dict] = {}
         self._model: Any = None    # whose traffic is counted
-        self.timeline: list[tuple[str, int]] = []
         self.phase, self.part, self.times = "build", "", 1
         self._outer: list[tuple[str, str, str]] = []    # phases, parts, suffixes that are entered
         self._suffix = ""

@@ -82,20 +82,13 @@ def sum_routings(comm: Any, chunks: Iterable[Transformer],
                 found[3].append(one.z)
         chunk.routings.totals.clear()
     every = comm.allgather(own)
-    names = dict.fromkeys(name for one in every for name in one)
-    return {name: _join(name, [one[name] for one in every if name in one], microbatches)
-            for name in sorted(names, key=_number)}
-
-
-def _join(name: str, parts: list[list], microbatches: int) -> RoutingTotals:
-    """Join the totals of one layer from the ranks that have it."""
-    balance, z = (math.fsum(x for part in parts for x in part[n]) / microbatches for n in (2, 3))
-    return RoutingTotals(name, *map(np.asarray, parts[0][:2]), balance, z)
-
-
-def _number(name: str) -> int:
-    """Return the number of a layer, from its name in the model."""
-    return int(name.split(".")[1])
+    found = {}
+    for name in sorted({name for one in every for name in one},
+                       key=lambda name: int(name.split(".")[1])):    # the number of the layer
+        parts = [one[name] for one in every if name in one]
+        losses = (math.fsum(x for part in parts for x in part[n]) / microbatches for n in (2, 3))
+        found[name] = RoutingTotals(name, *map(np.asarray, parts[0][:2]), *losses)
+    return found
 
 
 def update_biases(chunks: Iterable[Transformer], totals: dict[str, RoutingTotals],

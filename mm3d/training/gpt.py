@@ -294,7 +294,7 @@ class GPT(PlainNumbers, Staged):
         """
         self.pipeline.free()
         if self._tie is not None:
-            self._tie.free()
+            self._tie.messages.free()
         if self._own_mesh is not None:
             self._own_mesh.free()
 

@@ -36,7 +36,7 @@ class Transfer:
 
     @property
     def words(self) -> int:
-        """Return the number of elements."""
+        """The number of elements."""
         return math.prod(stop - start for start, stop in self.box)
 
 
@@ -102,11 +102,12 @@ class BlockMessages:
         traffic = self.traffic
         traffic.calls += 1
         for one in parts:
-            self.messages.send(block[within(one.box, self._own)], rank_of(one.target), tag)
+            part = block[within(one.box, self._own)]
+            self.messages.send(part, rank_of(one.target), tag)
             traffic.messages += 1
-            traffic.words += one.words
-            traffic.moved += one.words
-            traffic.bytes += one.words * block.dtype.itemsize
+            traffic.words += part.size
+            traffic.moved += part.size
+            traffic.bytes += part.size * block.dtype.itemsize
 
     def receive_parts(self, dtype: Any, parts: Sequence[Transfer],
                       rank_of: Callable[[int], int], tag: int) -> Arriving:
@@ -236,7 +237,3 @@ class TiedStages(BlockMessages):
         self.messages.finish()    # what was sent may be a view of the gradient
         for one, part in parts:
             parameter.grad[within(one.box, self._own)] += part
-
-    def free(self) -> None:
-        """Free the communicator of the messages; every rank must call it."""
-        self.messages.free()

@@ -49,7 +49,8 @@ class Worker:
                       for micro in range(self.schedule.microbatches)) for own in stages)
 
         def run(action: Action) -> None:
-            own, y = self._completion(action), self._forward(action)[0]
+            own, y = self._completion(action), self.chunks[action.chunk].forward(
+                self._input(action))[0]
             if own.stage + 1 == self.schedule.stage_count:
                 output(action.micro, y)
             else:
@@ -82,18 +83,19 @@ class Worker:
         """Return the completion of the forward of an action's micro-batch in its stage."""
         return Completion("F", self.schedule.stage_of(self.rank, action.chunk), action.micro)
 
-    def _forward(self, action: Action) -> tuple[Array, Any]:
-        """Compute a chunk's output, and the data that its backward needs."""
+    def _input(self, action: Action) -> Array:
+        """Return the input of the forward of an action's micro-batch in its stage."""
         _, stage, micro = self._completion(action)
-        x = self._results.pop(Completion("F", stage - 1, micro)) if stage else self._inputs(micro)
-        return self.chunks[action.chunk].forward(x)
+        before = Completion("F", stage - 1, micro)
+        return self._results.pop(before) if stage else self._inputs(micro)
 
     def _run(self, action: Action) -> None:
         """Run one action: take its input, and keep its result."""
         _, stage, micro = own = self._completion(action)
         model = self.chunks[action.chunk]
         if action.kind == "F":
-            y, self._saved[own] = self._forward(action)
+            x = self._input(action)
+            y, self._saved[own] = model.forward(x)
             if stage + 1 < self.schedule.stage_count:
                 self._results[own] = y
             else:

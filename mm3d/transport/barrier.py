@@ -18,17 +18,29 @@ wait compare with their own; the rest is compared at the next barrier where all 
 """
 
 import ctypes
+import functools
 import os
 import struct
 import threading
-from typing import Iterable
+from typing import Iterable, Sequence
 
 import numpy as np
 from mpi4py import MPI
 
 from mm3d import launcher
-from mm3d.transport import call_check
-from mm3d.transport.call_check import PackedCall
+
+MAX_DIMS = 8                 # of an array that are compared
+CALL_WORDS = 5 + MAX_DIMS    # of an encoded call
+NO_SIZES = (0,) * MAX_DIMS
+
+KINDS = ("a barrier", "all-gather", "reduce-scatter", "all-reduce", "broadcast", "reduce",
+         "more memory", "all-to-all")
+(BARRIER, ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, BROADCAST, REDUCE, MORE_MEMORY,
+ ALL_TO_ALL) = range(len(KINDS))
+
+KNOWN_CALLS = 1024           # which are remembered: a step repeats those of the step before
+
+_packing = struct.Struct(f"={CALL_WORDS}q")
 
 SLOTS = 4                   # of messages and calls: a rank is at most SLOTS - 1 barriers ahead
 OWN_CORE_LOOKS = 4000       # at a counter, before a rank yields its core: a fifth of a millisecond
@@ -45,9 +57,30 @@ _system_call.restype = ctypes.c_long
 _system_call.argtypes = [ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32,
                          ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int]
 _sleep_time = (ctypes.c_long * 2)(0, SLEEP_NS)
-_words = struct.Struct(f"={8 * call_check.CALL_WORDS}s2q")    # call, hash of those before, region
+_words = struct.Struct(f"={8 * CALL_WORDS}s2q")    # call, hash of those before, region
 HEAD_BYTES = 64    # of a rank's counter, and what is beside it
 BARRIER_BYTES = HEAD_BYTES + SLOTS * _words.size    # that a rank needs for barriers
+
+
+class PackedCall(tuple[int, ...]):
+    """Describe a collective call in `CALL_WORDS` numbers, `packed` as they are in memory."""
+
+    packed: bytes
+
+
+@functools.lru_cache(KNOWN_CALLS)
+def encode_call(kind: int, dtype: np.dtype | None = None, shape: tuple[int, ...] = (),
+                dim: int = 0, counts: tuple[int, ...] = ()) -> PackedCall:
+    """Encode a collective call.
+
+    `dtype` and `shape` are those of the whole array, if there is one; in an all-to-all its length
+    along `dim` counts as 0.  `dim` is the dimension that is divided into blocks of the lengths
+    `counts`, or the root of a broadcast or reduce.
+    """
+    call = PackedCall((kind, ord(dtype.char) if dtype else 0, dim, hash(counts), len(shape),
+                       *shape[:MAX_DIMS], *NO_SIZES[len(shape):]))
+    call.packed = _packing.pack(*call)
+    return call
 
 
 class Barrier:
@@ -139,10 +172,10 @@ class Barrier:
         Raises ValueError when earlier calls differ, and so the ranks' lists of regions.
         """
         found = {rank: self._calls[self.turn % SLOTS][rank].tolist() for rank in ranks}
-        if len({tuple(words[:call_check.CALL_WORDS + 1]) for words in found.values()}) == 1:
+        if len({tuple(words[:CALL_WORDS + 1]) for words in found.values()}) == 1:
             return ""
-        differ = call_check.format_call_difference(found.items())
-        if len({words[call_check.CALL_WORDS] for words in found.values()}) > 1:
+        differ = format_call_difference(found.items())
+        if len({words[CALL_WORDS] for words in found.values()}) > 1:
             raise ValueError(differ)
         return differ
 
@@ -158,3 +191,37 @@ class Barrier:
     def note_call(self, call: int | PackedCall) -> None:
         """Add a call, or the length of an allocation, to the hash that all ranks compare next."""
         self.earlier_calls = hash((self.earlier_calls, call))
+
+
+def format_call(words: Sequence[int]) -> str:
+    """Format a call for an error message."""
+    kind, letter, dim, _, ndim, *shape = words[:CALL_WORDS]
+    if kind in (BARRIER, MORE_MEMORY):
+        return KINDS[kind]
+    where = {ALL_REDUCE: "", BROADCAST: f" from rank {dim}", REDUCE: f" to rank {dim}"}
+    return (f"{KINDS[kind]} of {tuple(shape[:ndim])} in {_dtype_name(chr(letter))}"
+            + where.get(kind, f" along dimension {dim}"))
+
+
+def _dtype_name(letter: str) -> str:
+    """Return a dtype's name, also of bfloat16, which NumPy does not find by its letter."""
+    try:
+        return np.dtype(letter).name
+    except TypeError:
+        return {"E": "bfloat16"}.get(letter, f"a dtype of letter {letter}")
+
+
+def format_call_difference(found: Iterable[tuple[int, Sequence[int]]]) -> str:
+    """Format an error message about ranks, each with its encoded call, whose calls differ."""
+    ranks: dict[tuple, list[int]] = {}
+    for rank, words in found:
+        ranks.setdefault(tuple(words[:CALL_WORDS]), []).append(rank)
+    if len(ranks) == 1:
+        return ("before this call the ranks of this line made different ones: all ranks of an "
+                "axis must make the same calls, also of Split.empty and Split.term")
+    calls = {format_call(words) for words in ranks}
+    listed = "; ".join(
+        f"rank{'s' * (len(callers) > 1)} {', '.join(map(str, callers))}: {format_call(words)}"
+        for words, callers in ranks.items())
+    return (f"the ranks of this line make different calls ({listed}): give the same dtype and "
+            f"{'counts' if len(calls) == 1 else 'blocks of one array'} on all of them")

@@ -2,18 +2,14 @@
 
 Each *line*, the ranks along one direction, has the first transport of this list that fits:
 
-==============  =================================================================================
-`silent`        in a dry run, for ranks that do not exist
-`nccl`,         arrays on a device: the first of the three that works, or what
-`device`,       ``MM3D_TRANSPORT`` names (`mm3d.transport.on_devices`)
-`staged`
-`shared`        all ranks of the line are on one node
-`ordered`       the terms of sums must be added in the order of the ranks: data parallelism wants
-                this, so that an element has the same bits in whatever array it is summed
-`hierarchical`  some ranks of the line share a node, others do not
-`chain`         each rank is on a node of its own, on three or more nodes
-`mpi`           else: the line has one rank, or one rank on each of two nodes
-==============  =================================================================================
+- `silent` in a dry run, for ranks that do not exist
+- `nccl`, `device`, `staged`: arrays on a device; what ``MM3D_TRANSPORT`` names, or works first
+- `shared`: all ranks of the line are on one node
+- `ordered`: terms must be added in the order of the ranks; data parallelism wants this, so that an
+  element has the same bits in whatever array it is summed
+- `hierarchical`: some ranks of the line share a node, others do not
+- `chain`: each rank is on a node of its own, on three or more nodes
+- `mpi`: the line has one rank, or one rank on each of two nodes
 
 ``MM3D_TRANSPORT=mpi`` rules out `shared`, `hierarchical` and `chain`, and so does a system other
 than Linux on x86-64; ``shared`` rules out the latter two; ``hierarchical`` takes the place of

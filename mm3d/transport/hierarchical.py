@@ -23,7 +23,9 @@ from mpi4py import MPI
 
 from mm3d.arrays.backend import Array, Backend
 from mm3d.arrays.blocks import block_bounds, block_indices, resized_shape
-from mm3d.transport import call_check, sums
+from mm3d.transport import sums
+from mm3d.transport.barrier import (ALL_GATHER, ALL_REDUCE, BROADCAST, REDUCE, REDUCE_SCATTER,
+                                    encode_call)
 from mm3d.transport.communicators import create
 from mm3d.transport.lanes import Lane, share
 from mm3d.transport.mpi import MpiTransport
@@ -96,8 +98,7 @@ class HierarchicalTransport(MpiTransport):
         blocks, nodes = self._arrange(shape, dim, counts)
         whole = self._take((math.prod(shape),), a.dtype)
         self._copy(a, whole[blocks[self.rank]].reshape(a.shape))
-        self.memory.synchronize(
-            call_check.encode_call(call_check.ALL_GATHER, a.dtype, shape, dim, tuple(counts)))
+        self.memory.synchronize(encode_call(ALL_GATHER, a.dtype, shape, dim, tuple(counts)))
         if self.lane is None:
             request = None
         else:
@@ -126,9 +127,7 @@ class HierarchicalTransport(MpiTransport):
         blocks, nodes = self._arrange(a.shape, dim, counts)
         terms = self._take((self.inside.size, a.size), a.dtype)
         self._pack(a, terms[self.index], dim, counts, blocks)
-        self.memory.synchronize(
-            call_check.encode_call(call_check.REDUCE_SCATTER, a.dtype, a.shape, dim,
-                                   tuple(counts)))
+        self.memory.synchronize(encode_call(REDUCE_SCATTER, a.dtype, a.shape, dim, tuple(counts)))
         start, length = nodes[self.node]
         total = self._take((length,), a.dtype)    # the blocks of this node
         own = blocks[self.rank]
@@ -151,7 +150,7 @@ class HierarchicalTransport(MpiTransport):
         terms, total = self._take((self.inside.size, a.size), a.dtype), self._take(
             (a.size,), a.dtype)
         self._copy(a, terms[self.index].reshape(a.shape))
-        self.memory.synchronize(call_check.encode_call(call_check.ALL_REDUCE, a.dtype, a.shape))
+        self.memory.synchronize(encode_call(ALL_REDUCE, a.dtype, a.shape))
         if self.lane is not None:
             nodes = len(self.members)
             parts = self._shares(block_bounds(a.size, nodes, node) for node in range(nodes))
@@ -167,7 +166,7 @@ class HierarchicalTransport(MpiTransport):
     def broadcast(self, a: Array, root: int) -> Array:
         if a.nbytes <= MAX_MPI_BYTES:
             return super().broadcast(a, root)
-        call = call_check.encode_call(call_check.BROADCAST, a.dtype, a.shape, root)
+        call = encode_call(BROADCAST, a.dtype, a.shape, root)
         whole = self._take((a.size,), a.dtype)
         source = self._node_of(root)
         if self.rank == root:
@@ -185,7 +184,7 @@ class HierarchicalTransport(MpiTransport):
     def reduce(self, a: Array, root: int) -> Array | None:
         if a.nbytes <= MAX_MPI_BYTES:
             return super().reduce(a, root)
-        call = call_check.encode_call(call_check.REDUCE, a.dtype, a.shape, root)
+        call = encode_call(REDUCE, a.dtype, a.shape, root)
         terms, at = self._take((self.inside.size, a.size), a.dtype), self._node_of(root)
         self._copy(a, terms[self.index].reshape(a.shape))
         self.memory.synchronize(call)

@@ -10,14 +10,13 @@ import math
 import shlex
 import sys
 import warnings
+from typing import Callable
 
 from mpi4py import MPI
 
 from mm3d import child_process, launcher
 from mm3d.arrays.backend import Backend
 from mm3d.transport.nodes import create_node_communicator
-
-PROOF_SECONDS = 60    # in which a job of two ranks has to end
 
 
 def assign_device(comm: MPI.Intracomm, backend: Backend) -> None:
@@ -86,9 +85,14 @@ def claims_cuda_support() -> bool | None:
 
 
 @functools.cache
-def find_problem() -> str:
-    """Explain why MPI cannot move device arrays here; "" if a job of two ranks shows it can."""
-    if claims_cuda_support() is False:
+def find_problem(seconds: float = 60,
+                 claim: Callable[[], bool | None] = claims_cuda_support) -> str:
+    """Explain why MPI cannot move device arrays here; "" if it can.
+
+    It cannot if `claim` returns False.  Else a job of two ranks here tries it, which must end with
+    status 0 within so many `seconds`.
+    """
+    if claim() is False:
         return "this MPI says that it does not read device memory"
     try:
         command = launcher.mpirun_command(2, sys.executable, "-m", "mm3d.selftest")
@@ -97,7 +101,7 @@ def find_problem() -> str:
     settings = {"MM3D_BACKEND": "cupy", "MM3D_TRANSPORT": "device"}
     variables = launcher.environment_without_launcher() | launcher.mpirun_settings() | settings
     tried = f"a job of two ranks that tries device memory by MPI, {shlex.join(command)},"
-    status = child_process.run_child(command, PROOF_SECONDS, env=variables).status
+    status = child_process.run_child(command, seconds, env=variables).status
     if status is None:
-        return f"{tried} did not end within {PROOF_SECONDS:g} seconds"
+        return f"{tried} did not end within {seconds:g} seconds"
     return f"{tried} ended with status {status}" if status else ""

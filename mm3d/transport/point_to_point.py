@@ -26,10 +26,9 @@ def tag_count(comm: MPI.Intracomm) -> int:
 class PointToPoint:
     """Send and receive arrays between any two ranks of a communicator.
 
-    MPI reads and writes arrays in host memory in place, and device arrays if it is CUDA-aware.
-    Other device arrays are copied through host memory.  Each of the ranks creates this, and its
-    messages use a duplicate of `comm`.  If `synchronous`, a send completes only after its receive
-    has begun (``MPI_Issend``), as with messages too large for MPI to buffer.  If `asleep`, a
+    Each of the ranks creates this; its messages use a duplicate of `comm`.  Device arrays are
+    copied through host memory if MPI is not CUDA-aware.  If `synchronous`, a send completes only
+    after its receive has begun, as with messages too large for MPI to buffer.  If `asleep`, a
     waiting rank sleeps between two looks at its message, as where ranks outnumber the cores.
     `bytes_sending` are those of the messages under way, `peak_sending` the most so far.
     """

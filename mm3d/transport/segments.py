@@ -5,9 +5,8 @@ rank opens it through the file descriptor of the rank that created it.
 
 Regions of memory are allocated without messages, because all ranks make the same calls in the
 same order and keep the same lists.  A rank notes the regions it is done with for the next barrier
-where all ranks wait, and there all read all notes.  A note is overwritten only two such barriers
-later, when every rank has been at the barrier in between and so has read it.  See
-`mm3d.transport.barrier` for the barriers.
+where all ranks wait (`mm3d.transport.barrier`), and there all read all notes.  A note is
+overwritten only two such barriers later, when every rank has read it.
 """
 
 import collections
@@ -22,9 +21,8 @@ from mpi4py import MPI
 
 from mm3d.arrays.blocks import block_indices
 from mm3d.arrays.pool import size_class
-from mm3d.transport import call_check
-from mm3d.transport.barrier import BARRIER_BYTES, IN_MESSAGES, NO_ROOM, SLOTS, Barrier
-from mm3d.transport.call_check import PackedCall
+from mm3d.transport.barrier import (BARRIER, BARRIER_BYTES, IN_MESSAGES, MORE_MEMORY, NO_ROOM,
+                                    SLOTS, Barrier, PackedCall, encode_call)
 from mm3d.transport.regions import MemoryPlace, Regions
 
 PAGE_BYTES = 4096
@@ -33,8 +31,8 @@ MAX_RETURNED = 63         # regions that a rank can give back at one barrier; th
 MAX_TAKEN = 32            # regions taken since the last barrier before `take` adds one
 MESSAGE_BYTES = 1 << 16   # that a rank can pass to all others at a barrier
 
-_BARRIER = call_check.encode_call(call_check.BARRIER)
-_MORE_MEMORY = call_check.encode_call(call_check.MORE_MEMORY)
+_BARRIER = encode_call(BARRIER)
+_MORE_MEMORY = encode_call(MORE_MEMORY)
 
 
 class SharedMemory:
@@ -191,7 +189,8 @@ class SharedMemory:
         descriptor, file, error = -1, 0, 0
         if self.rank == 0:
             try:
-                descriptor = _create(size)
+                descriptor = os.memfd_create("mm3d")
+                os.ftruncate(descriptor, size)
                 file = os.fstat(descriptor).st_ino
             except OSError as failure:
                 error = failure.errno
@@ -235,17 +234,6 @@ def _contents(slots: list[np.ndarray], dtype: np.dtype) -> list[np.ndarray]:
     """View the slots as arrays of a dtype, which may leave bytes at the end."""
     whole = MESSAGE_BYTES // dtype.itemsize * dtype.itemsize
     return [slot[:whole].view(dtype) for slot in slots]
-
-
-def _create(size: int) -> int:
-    """Create memory without a name, filled with zeros, and return its file descriptor."""
-    descriptor = os.memfd_create("mm3d")
-    try:
-        os.ftruncate(descriptor, size)
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor
 
 
 def _map(path: str, size: int, file: int) -> mmap.mmap:

@@ -23,9 +23,9 @@ from mpi4py import MPI
 from mm3d.arrays.backend import Array, Backend
 from mm3d.arrays.blocks import block_bounds, block_lengths, resized_shape
 from mm3d.arrays.pool import Lease
-from mm3d.transport import call_check, sums
-from mm3d.transport.barrier import NO_ROOM
-from mm3d.transport.call_check import PackedCall
+from mm3d.transport import sums
+from mm3d.transport.barrier import (ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, KNOWN_CALLS,
+                                    NO_ROOM, REDUCE, REDUCE_SCATTER, PackedCall, encode_call)
 from mm3d.transport.mpi import MpiTransport
 from mm3d.transport.segments import (MESSAGE_BYTES, SharedMemory, join_blocks,
                                      read_only_view)
@@ -45,13 +45,13 @@ class _Divided:
     bytes: int
 
 
-@functools.lru_cache(call_check.KNOWN_CALLS)
+@functools.lru_cache(KNOWN_CALLS)
 def _divided(kind: int, dtype: np.dtype, shape: tuple[int, ...], dim: int,
              counts: tuple[int, ...], rank: int) -> _Divided:
     """Describe a collective; the length of `shape` along `dim` does not matter."""
     dim, start = dim % len(shape), sum(counts[:rank])
     shape, longest = (resized_shape(shape, dim, length) for length in (sum(counts), max(counts)))
-    return _Divided(call_check.encode_call(kind, dtype, shape, dim, counts), (dim, counts), shape,
+    return _Divided(encode_call(kind, dtype, shape, dim, counts), (dim, counts), shape,
                     (slice(None),) * dim + (slice(start, start + counts[rank]),),
                     *(math.prod(one) * dtype.itemsize for one in (longest, shape)))
 
@@ -91,7 +91,7 @@ class SharedTransport(MpiTransport):
 
     def block(self, shape: tuple[int, ...], dtype: Any, dim: int, counts: list[int]) -> Array:
         dtype = np.dtype(dtype)
-        divided = _divided(call_check.ALL_GATHER, dtype, shape, dim, tuple(counts), self.rank)
+        divided = _divided(ALL_GATHER, dtype, shape, dim, tuple(counts), self.rank)
         return _mark_placed(*self._lend(*self._take(divided.shape, dtype)), divided)
 
     def term(self, shape: tuple[int, ...], dtype: Any) -> Array:
@@ -108,7 +108,7 @@ class SharedTransport(MpiTransport):
         return (self.backend.empty if small else self.term)(shape, dtype)
 
     def all_gather(self, a: Array, dim: int, counts: list[int]) -> Array:
-        divided = _divided(call_check.ALL_GATHER, a.dtype, a.shape, dim, tuple(counts), self.rank)
+        divided = _divided(ALL_GATHER, a.dtype, a.shape, dim, tuple(counts), self.rank)
         lease = self._find_lease(a)
         if lease is not None and lease.along == divided.along:
             if self.memory.synchronize(divided.call, lease.item):
@@ -130,8 +130,7 @@ class SharedTransport(MpiTransport):
                                counts)
 
     def reduce_scatter(self, a: Array, dim: int, counts: list[int]) -> Array:
-        divided = _divided(call_check.REDUCE_SCATTER, a.dtype, a.shape, dim, tuple(counts),
-                           self.rank)
+        divided = _divided(REDUCE_SCATTER, a.dtype, a.shape, dim, tuple(counts), self.rank)
         lease = self._find_lease(a)
         if divided.bytes <= self._message_bytes and (lease is None or lease.partner is None):
             parts = self.memory.all_gather(a, divided.call)
@@ -172,7 +171,7 @@ class SharedTransport(MpiTransport):
     def all_reduce(self, a: Array) -> Array:
         if self._fits_message(a.shape, a.dtype):
             self._moved += a.size
-            call = call_check.encode_call(call_check.ALL_REDUCE, a.dtype, a.shape)
+            call = encode_call(ALL_REDUCE, a.dtype, a.shape)
             return self._sum_messages(self.memory.all_gather(a, call), a, ())
         counts = block_lengths(a.size, self.size)
         part = self.reduce_scatter(np.reshape(a, -1), 0, counts)
@@ -180,7 +179,7 @@ class SharedTransport(MpiTransport):
         return self._copy(self.all_gather(part, 0, counts).reshape(a.shape), out)
 
     def broadcast(self, a: Array, root: int) -> Array:
-        call = call_check.encode_call(call_check.BROADCAST, a.dtype, a.shape, root)
+        call = encode_call(BROADCAST, a.dtype, a.shape, root)
         if self._fits_message(a.shape, a.dtype):
             self._moved += a.size
             received = self.memory.broadcast(a, root, call)
@@ -199,7 +198,7 @@ class SharedTransport(MpiTransport):
         return a if self.rank == root else read_only_view(whole)
 
     def reduce(self, a: Array, root: int) -> Array | None:
-        call = call_check.encode_call(call_check.REDUCE, a.dtype, a.shape, root)
+        call = encode_call(REDUCE, a.dtype, a.shape, root)
         if self._fits_message(a.shape, a.dtype):
             self._moved += a.size
             terms = self.memory.gather(a, root, call)
@@ -214,7 +213,7 @@ class SharedTransport(MpiTransport):
     def all_to_all(self, a: Array, dim: int, sends: list[int], receives: list[int]) -> Array:
         dim %= a.ndim
         shape = resized_shape(a.shape, dim, 0)
-        call = call_check.encode_call(call_check.ALL_TO_ALL, a.dtype, shape, dim)
+        call = encode_call(ALL_TO_ALL, a.dtype, shape, dim)
         words = math.prod(resized_shape(a.shape, dim, 1)) * self._gather_counts(
             sends, receives, call)
         flat, _ = self._packed(a, dim, sends)

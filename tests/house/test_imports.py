@@ -276,7 +276,7 @@ REACH = {
     "mm3d.training.gpt": (82, 12350)}
 EVENING = 3500    # lines
 REGISTRIES = {"mm3d.__init__", "mm3d.arrays.backend", "mm3d.transport.choice",
-              "mm3d.schemes.__init__", "mm3d.schemes.products_alone.__init__",
+              "mm3d.schemes.__init__",
               "mm3d.training.schedules.builders.__init__", "bench.verbs.__init__",
               "bench.reports.figures.every_figure", "bench.validation.files",
               "bench.records.kinds.__init__"}

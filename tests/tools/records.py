@@ -116,7 +116,7 @@ def made_up(row: Row, forward: float = 0.25, backward: float = 0.5, preset: str 
 def traffic_of(words: np.ndarray, directions: tuple[str, ...] = model_run.AXES) -> Group:
     """The group of traffic in float32 with as many calls and messages as words."""
     return traffic_group(
-        {name: words * (4 if name == "bytes" else 1) for name in model_run.COUNTS},
+        {name: words * (4 if name == "bytes" else 1) for name in model_run.TRAFFIC_COUNTS},
         words.sum(axis=1), directions)
 
 

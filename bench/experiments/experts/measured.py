@@ -17,8 +17,7 @@ from bench.checks.passed import require_passed
 from bench.experiments.experts.problem import ROUTINGS, ExpertsSubject, routing_settings
 from bench.experiments.experts.verification import verify_experts
 from bench.experiments.products.operands import count_products
-from bench.experiments.torch.child import TorchProcesses
-from bench.experiments.torch.equal_kernels import compare_kernels
+from bench.experiments.torch.child import TorchProcesses, compare_kernels
 from bench.instruments.clock import Clock
 from bench.instruments.sampling import Sample, compare_in_turns, measured_environment, time_side
 from bench.instruments.timing import Limits

@@ -22,8 +22,7 @@ from bench.checks.passed import require_passed
 from bench.errors import UsageError, WrongResult
 from bench.experiments.products.operands import observe_products
 from bench.experiments.products.problem import LocalProducts
-from bench.experiments.torch.child import TorchProcesses
-from bench.experiments.torch.equal_kernels import compare_kernels, gpt_step_flops
+from bench.experiments.torch.child import TorchProcesses, compare_kernels, gpt_step_flops
 from bench.instruments import hidden_time
 from bench.instruments.clock import Clock
 from bench.instruments.peak_memory import Footprint

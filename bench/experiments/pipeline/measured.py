@@ -14,8 +14,7 @@ from bench.checks.passed import require_passed
 from bench.experiments.pipeline.subject import (ABOUT_WORK, ActionTimes, LayersSubject,
                                                 PipelineCase, WaitingSubject, squared_error)
 from bench.experiments.products.operands import observe_products
-from bench.experiments.torch.child import TorchProcesses
-from bench.experiments.torch.equal_kernels import SIDES, compare_kernels, gpt_step_flops
+from bench.experiments.torch.child import SIDES, TorchProcesses, compare_kernels, gpt_step_flops
 from bench.experiments.torch.pipeline import TORCH_SCHEDULES
 from bench.instruments.clock import Clock
 from bench.instruments.peak_memory import Footprint

@@ -2,8 +2,8 @@
 
 import itertools
 import math
-from dataclasses import asdict, replace
-from typing import Any, Callable, NamedTuple, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Callable, Sequence
 
 import numpy as np
 from mpi4py import MPI
@@ -32,7 +32,8 @@ WAYS = ("grid", "mpi")
 Repeat = Callable[[Sequence[operands.CollectiveCall]], tuple[Sequence[Sequence[float]], str]]
 
 
-class Sampled(NamedTuple):
+@dataclass(frozen=True)
+class Sampled:
     """The measurement of one collective.
 
     Attributes

@@ -1,7 +1,7 @@
 """Count what each rank does in a distributed product, on this rank or in a dry run of all."""
 
 import math
-from typing import NamedTuple
+from dataclasses import dataclass, fields
 
 from bench.experiments.products.problem import Problem, product_grid
 from mm3d.grid.shape import GridShape
@@ -12,7 +12,8 @@ from mm3d.tracing.trace import Trace
 from mm3d.transport.communicators import DryCommunicator
 
 
-class CountedProduct(NamedTuple):
+@dataclass(frozen=True)
+class CountedProduct:
     """What one rank counts in one product.
 
     Words and messages as `mm3d.grid.axis.Traffic` counts them, and rounds of collectives, which
@@ -28,7 +29,7 @@ class CountedProduct(NamedTuple):
     memory: int
 
 
-COUNTS = CountedProduct._fields[:-1]
+COUNTS = tuple(field.name for field in fields(CountedProduct))[:-1]    # but the memory
 
 
 def count_product(problem: Problem, phase: str = "forward") -> CountedProduct:

@@ -11,9 +11,8 @@ from bench.records.kinds.products import copied_along
 from mm3d.arrays.backend import Array, Backend
 from mm3d.grid.grid import Grid
 from mm3d.grid.shape import GridShape
-from mm3d.schemes import find_scheme
+from mm3d.schemes import algorithms_with_products, find_scheme
 from mm3d.schemes.matrix_product import GRADIENT_PRODUCTS, LOCAL_PRODUCTS
-from mm3d.schemes.products_alone import algorithms_with_products
 from mm3d.tracing.observe import observed
 
 

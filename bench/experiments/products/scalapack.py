@@ -3,8 +3,8 @@
 ScaLAPACK is called through ctypes, on the same ranks, with its matrices divided
 block-cyclically over its own grid.  It moves them by MPI; the 3-D product is measured by MPI, too,
 and in shared memory.  Both sides multiply locally with one function, from the BLAS that ScaLAPACK
-calls (`bench.experiments.products.fortran_blas`).  All are verified.  Every repetition measures
-all of them in random order; figures are medians of ratios within repetitions.
+calls.  All are verified.  Every repetition measures all of them in random order; figures are
+medians of ratios within repetitions.
 """
 
 import contextlib
@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Callable, Iterator, Sequence
 
 import numpy as np
+from threadpoolctl import threadpool_info
 
 from bench.agreement import make_on_each_rank
 from bench.checks import freivalds
 from bench.checks.passed import require_passed
 from bench.errors import UsageError, as_usage_error
-from bench.experiments.products import fortran_blas
 from bench.experiments.products.matmul import check_results
 from bench.experiments.products.problem import LocalProducts, Problem, product_grid
 from bench.instruments.clock import Clock
@@ -32,6 +32,7 @@ from bench.instruments.timing import Limits
 from bench.records.model_run import transport_names
 from bench.records.measurements import Check
 
+ROUTINES = {"float32": ("sgemm_", ctypes.c_float), "float64": ("dgemm_", ctypes.c_double)}
 INSTALL = ("ScaLAPACK is not here: apt-get install libscalapack-mpich2.2 libopenblas0-pthread, "
            "or libscalapack-openmpi2.2 where mpi4py uses Open MPI")
 
@@ -54,6 +55,83 @@ def load_scalapack(find: Callable[[str], str | None] = find_library) -> ctypes.C
     if name is None:
         raise UsageError(INSTALL)
     return ctypes.CDLL(name, ctypes.RTLD_GLOBAL)
+
+
+class FortranGemm:
+    """Compute C = A B of "float32" or "float64" with the function that ScaLAPACK calls.
+
+    `library` is ScaLAPACK, with symbols visible to all libraries; `file` the name of the library
+    that has the function.  Raises UsageError when ScaLAPACK's calls bind to another library: the
+    first loaded one with a function of that name.
+    """
+
+    def __init__(self, library: ctypes.CDLL, dtype: str) -> None:
+        name, self._number = ROUTINES[dtype]
+        self._call, bound = (getattr(lib, name) for lib in (library, ctypes.CDLL(None)))
+        files = [library_name(function) for function in (self._call, bound)]
+        if address_of(self._call) != address_of(bound):
+            raise UsageError(f"{name} of ScaLAPACK's BLAS is in {files[0]}, but its calls end in "
+                             f"{files[1]}, which was loaded before")
+        self._call.restype = None
+        self.file, self.dtype = files[0], np.dtype(dtype)
+
+    def __call__(self, a: np.ndarray, b: np.ndarray, out: np.ndarray,
+                 progress: None = None) -> np.ndarray:
+        """Compute A B in `out`; rows of all three are contiguous, or columns of A and B.
+
+        Collectives in flight make no `progress` meanwhile.
+        """
+        if {a.dtype, b.dtype, out.dtype} != {self.dtype} or not out.flags.c_contiguous:
+            raise ValueError(f"{a.dtype} times {b.dtype} into {out.dtype}: {self.dtype} in rows "
+                             f"would do")
+        (m, n), k = a.shape, b.shape[1]
+        (first, lda), (second, ldb) = map(_stored, (a, b))
+        # Fortran sees rows as columns, so this is C^T = B^T A^T there.
+        sizes = [ctypes.byref(ctypes.c_int(size)) for size in (k, m, n)]
+        one, zero = (ctypes.byref(self._number(number)) for number in (1, 0))
+        self._call(second, first, *sizes, one, _place(b), ldb, _place(a), lda, zero, _place(out),
+                   ctypes.byref(ctypes.c_int(max(1, k))))
+        return out
+
+
+def _stored(a: np.ndarray) -> tuple[bytes, object]:
+    """Return transposition flag and leading dimension of a matrix, which Fortran sees transposed.
+    """
+    rows, columns = (max(1, stride // a.itemsize) for stride in a.strides)
+    if columns == 1 or a.shape[1] == 1:
+        return b"N", ctypes.byref(ctypes.c_int(max(rows, a.shape[1], 1)))
+    if rows == 1 or a.shape[0] == 1:
+        return b"T", ctypes.byref(ctypes.c_int(max(columns, a.shape[0], 1)))
+    raise ValueError(f"neither rows nor columns of a matrix with strides {a.strides} are "
+                     f"contiguous")
+
+
+def _place(a: np.ndarray) -> ctypes.c_void_p:
+    return ctypes.c_void_p(a.ctypes.data)
+
+
+def address_of(function) -> int:
+    """Return the address of a function of a library."""
+    return ctypes.cast(function, ctypes.c_void_p).value
+
+
+def library_name(function) -> str:
+    """Return the name of the library that contains a function."""
+    class Info(ctypes.Structure):
+        _fields_ = [("file", ctypes.c_char_p), ("base", ctypes.c_void_p),
+                    ("name", ctypes.c_char_p), ("address", ctypes.c_void_p)]
+
+    info = Info()
+    found = ctypes.CDLL(None).dladdr(ctypes.c_void_p(address_of(function)), ctypes.byref(info))
+    return Path(info.file.decode()).resolve().name if found else "unknown"
+
+
+def describe_loaded() -> dict[str, str]:
+    """Return a description of every BLAS that is loaded, by the name of its file."""
+    return {Path(blas["filepath"]).name:
+            f"{blas['internal_api']} {blas['version']}, {blas.get('architecture')} kernels, "
+            f"{blas['num_threads']} thread{'s' * (blas['num_threads'] != 1)}"
+            for blas in threadpool_info() if blas["user_api"] == "blas"}
 
 
 class Pgemm:
@@ -80,7 +158,7 @@ class Pgemm:
         for name in "AB":
             draw = np.random.default_rng([seed, ord(name), comm.rank])
             self.blocks[name][...] = draw.standard_normal(self.blocks[name].shape)
-        name, number = fortran_blas.ROUTINES[dtype]
+        name, number = ROUTINES[dtype]
         self._call = getattr(lib, f"p{name}")
         self._call.restype = None
         zero, one = ctypes.byref(number(0)), ctypes.byref(number(1))
@@ -133,7 +211,7 @@ class ScalapackProducts:
     a subject of its own.  Raises UsageError when the ranks do not fit the grid.
     """
 
-    def __init__(self, library: ctypes.CDLL, gemm: fortran_blas.FortranGemm, comm,
+    def __init__(self, library: ctypes.CDLL, gemm: FortranGemm, comm,
                  shape: tuple[int, int, int], grid: tuple[int, ...] | None,
                  blocks: Sequence[int], seed: int) -> None:
         self.gemm, self.comm, self.shape, self.seed = gemm, comm, shape, seed
@@ -176,13 +254,13 @@ class ScalapackProducts:
 
 
 def load_libraries(comm, dtype: str, load: Callable[[], ctypes.CDLL] = load_scalapack
-                   ) -> tuple[ctypes.CDLL, fortran_blas.FortranGemm]:
+                   ) -> tuple[ctypes.CDLL, FortranGemm]:
     """Load ScaLAPACK by `load`, and the function of its BLAS for `dtype`, on every rank.
 
     Raises UsageError on all ranks, when one has no ScaLAPACK, or its BLAS cannot be called.
     """
     lib = make_on_each_rank(load, comm)
-    return lib, make_on_each_rank(lambda: fortran_blas.FortranGemm(lib, dtype), comm)
+    return lib, make_on_each_rank(lambda: FortranGemm(lib, dtype), comm)
 
 
 @contextlib.contextmanager

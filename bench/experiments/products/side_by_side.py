@@ -2,7 +2,7 @@
 
 import gc
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict, astuple, replace
 from typing import Callable, ContextManager, Sequence
 
 import numpy as np
@@ -19,7 +19,7 @@ from bench.instruments.timing import Limits, unwatched
 from bench.records.model_run import make_record, transport_names
 from bench.records.measurements import Check, Measurements
 from mm3d.grid.shape import GridShape
-from mm3d.schemes.products_alone import algorithms_with_products
+from mm3d.schemes import algorithms_with_products
 
 
 def measure_side_by_side(form: str, shape: tuple[int, int, int], dtype: str, comm,
@@ -94,7 +94,7 @@ def measure_side_by_side(form: str, shape: tuple[int, int, int], dtype: str, com
                   for word in transport_names(problem.grid).split()}
     for problem in problems:
         problem.grid.free()
-    counted = comm.gather(counted)
+    counted = comm.gather([astuple(one) for one in counted])
     environs = measured_environment(library.name, comm)
     if counted is None:
         return None

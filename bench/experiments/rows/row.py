@@ -31,7 +31,7 @@ from mm3d.grid.axis import COLLECTIVES
 from mm3d.model.architecture import INNER_FACTOR
 from mm3d.tracing.events import PHASES
 
-COUNTS = (*model_run.COUNTS, "moved")
+COUNTS = (*model_run.TRAFFIC_COUNTS, "moved")
 
 
 def measure_case(one: Case, settings: Settings, peaks: Group | None, world,

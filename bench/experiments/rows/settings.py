@@ -59,12 +59,8 @@ class Settings:
         The seed of the order of rows, which is recorded.
     backend : str or None
         The array library; None for MM3D_BACKEND or NumPy.
-    seed : int
-        The seed of parameters and input.
     traced : int
         The number of steps that are traced after those that are timed.
-    recompute : str
-        The policy of recomputation.
     grid : callable or None
         Returns the sizes of the grid of a case; called on all ranks.  None for the schemes'
         default.

@@ -1,4 +1,9 @@
-"""Start processes in which PyTorch computes a subject, asleep until they are asked."""
+"""Start processes in which PyTorch computes a subject, asleep until they are asked.
+
+Before steps of both sides are compared, the same local products are measured by one thread of mm3d
+and of PyTorch: the ratio of steps that remains when both multiply equally fast is not due to
+kernels.
+"""
 
 import contextlib
 import json
@@ -6,22 +11,30 @@ import os
 import subprocess
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
-from typing import Any, Mapping
+from typing import Any, Mapping, Sequence
 
 import numpy as np
+from threadpoolctl import threadpool_limits
 
 from bench.agreement import agree
 from bench.errors import UsageError
 from bench.experiments.torch import serve
+from bench.experiments.torch.serve import TimedProduct, product_seconds
 from bench.instruments.host import mask_variables
-from bench.instruments.sampling import SETTLE, Sample
+from bench.instruments.sampling import SETTLE, Sample, compare_in_turns, time_alone
+from bench.instruments.timing import Limits
+from bench.records.model_run import Numbers
 from mm3d import launcher
+from mm3d.arrays.backend import Backend
 from mm3d.child_process import CHILDREN_PRINT
 from mm3d.launcher import wait_patiently
 
 # Variables that mm3d or its launcher sets for ranks; the child is no rank.
 OF_RANKS = ("MPI", "OPENBLAS_")
+LIMITS = Limits(5, 15, 10.0)    # of products
+SIDES = ("mm3d", "PyTorch")
 
 
 class TorchProcesses:
@@ -188,3 +201,60 @@ def _describe(about: Mapping[str, Any], ranks: int) -> str:
                      f"({about['instructions'] or 'it does not say by which instructions'})")
     settings = mask_variables(about["settings"])
     return ", ".join([*words, *[settings] * bool(settings)])
+
+
+def compare_kernels(products: Sequence[TimedProduct], dtype: str, backend: Backend,
+                    reference: TorchProcesses, seed: int, torch_flops: float) -> Numbers:
+    """Measure products by one thread of rank 0 and one of PyTorch's, in turns.
+
+    Parameters
+    ----------
+    products : sequence of TimedProduct
+        The products of rank 0 in a step; every rank calls this.
+    torch_flops : float
+        The operations of PyTorch's step.
+
+    Returns
+    -------
+    Numbers
+        For the record on rank 0: the seconds of (`SIDES`, rounds), their operations and those of
+        PyTorch's step, and the cores that its processes can use; {} where the products are a
+        device's, or there are none.
+
+    Raises
+    ------
+    UsageError
+        On all ranks, when PyTorch's process has ended.
+    """
+    comm = reference.comm
+    if not comm.bcast(bool(products) and backend.host_buffers):
+        return {}
+
+    def mine() -> float:
+        with threadpool_limits(1, user_api="blas"):
+            return product_seconds(
+                products, lambda *shape: backend.asarray(np.ones(shape, dtype)),
+                lambda a, b, out: backend.xp.matmul(a, b, out=out))
+
+    def theirs() -> float:
+        text = json.dumps(products, separators=(",", ":"))
+        return reference.answer("products", dtype, text)["seconds"]
+
+    found, _ = compare_in_turns({side: partial(time_alone, measure, comm)
+                                 for side, measure in zip(SIDES, (mine, theirs))},
+                                LIMITS, seed, comm)
+    return {"s": {"product_samples": [[one.seconds for one in found[side]] for side in SIDES]},
+            "1": {"product_flops": sum(2 * rows * n * columns * count
+                                       for rows, n, columns, *_, count in products),
+                  "torch_flops": float(torch_flops), "torch_cores": reference.cores}}
+
+
+def gpt_step_flops(tokens: int, layers: int, hidden: int, seq: int, vocab: int = 0,
+                   causal: bool = False, wide: float = 4.0) -> float:
+    """Compute the operations of the products of a training step of a GPT, or of its layers.
+
+    `wide` is the width of the MLP over that of a token; with experts, of all those of a token.
+    """
+    scores = seq / 2 if causal else seq
+    layer = (4 + 2 * wide) * hidden ** 2 + 2 * scores * hidden
+    return 6.0 * tokens * (layers * layer + vocab * hidden)

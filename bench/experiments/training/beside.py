@@ -10,8 +10,7 @@ import numpy as np
 
 from bench.checks.passed import require_passed
 from bench.errors import UsageError
-from bench.experiments.torch.child import TorchProcesses
-from bench.experiments.torch.equal_kernels import compare_kernels, gpt_step_flops
+from bench.experiments.torch.child import TorchProcesses, compare_kernels, gpt_step_flops
 from bench.experiments.torch.parallel import PARALLELS
 from bench.experiments.training import verification
 from bench.experiments.training.record import mesh_settings

@@ -85,15 +85,16 @@ class PlainPart:
 
     def linear(self, name: str, x: np.ndarray) -> np.ndarray:
         """Compute x W + b; the dimensions of W after the first are joined."""
-        weight, bias = (self.state.get(f"{self.prefix}{name}.{part}") for part in (
-            "weight", "bias"))
+        weight, bias = self._pair(name)
         y = x @ weight.reshape(len(weight), -1)
         return y if bias is None else y + bias.reshape(-1)
 
+    def _pair(self, name: str) -> list[np.ndarray | None]:
+        return [self.state.get(f"{self.prefix}{name}.{part}") for part in ("weight", "bias")]
+
     def norm(self, name: str, x: np.ndarray) -> np.ndarray:
         """Normalize rows."""
-        weight, bias = (self.state.get(f"{self.prefix}{name}.{part}") for part in (
-            "weight", "bias"))
+        weight, bias = self._pair(name)
         if self.how.norm == "layer":
             x = x - x.mean(-1, keepdims=True)
         y = x / np.sqrt(np.mean(x ** 2, -1, keepdims=True) + self.how.epsilon) * weight

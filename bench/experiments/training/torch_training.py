@@ -8,8 +8,7 @@ from mpi4py import MPI
 
 from bench.errors import UsageError, as_usage_error
 from bench.experiments.experts.problem import routing_settings
-from bench.experiments.torch.child import TorchProcesses
-from bench.experiments.torch.equal_kernels import compare_kernels, gpt_step_flops
+from bench.experiments.torch.child import TorchProcesses, compare_kernels, gpt_step_flops
 from bench.experiments.torch.serve import TimedProduct
 from bench.experiments.training.history import History
 from bench.experiments.training.plain_gpt import State
@@ -30,7 +29,7 @@ class TorchTraining:
     history : History
         Losses and seconds of all steps, and validations.
     kernels : Numbers
-        See `bench.experiments.torch.equal_kernels.compare_kernels`.
+        See `bench.experiments.torch.child.compare_kernels`.
     """
 
     about: str

@@ -155,10 +155,7 @@ def find_cluster(nodes: Sequence[int], cluster: Cluster | None) -> Cluster | Non
 
 
 def read_memory(ranks: int, memory: int | None) -> int:
-    """Return the bytes of this machine's memory.
-
-    Raises UsageError when they are unknown, or too few for the ranks.
-    """
+    """Return the bytes of this machine's memory; UsageError when unknown, or too few for ranks."""
     if memory is None:
         raise UsageError("/proc/meminfo does not say how much memory there is")
     needed = (work_list.BYTES_OF_A_RANK + work_list.BYTES_OF_A_WORK) / work_list.USED

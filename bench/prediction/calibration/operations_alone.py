@@ -75,8 +75,8 @@ def processor_sampler(comm, cores: int, now: Callable[[], float] = time.process_
     return take
 
 
-def measure_products(comm, take: Take, dtype: str,
-                     shapes: Iterable[tuple]) -> dict[Point, list[float]]:
+def measure_products(comm, take: Take, dtype: str, shapes: Iterable[tuple],
+                     multiply: Callable = matmul) -> dict[Point, list[float]]:
     """Measure products m x n by n x k.
 
     The larger operand is gathered from all ranks, as in the algorithms: in shared memory, caches
@@ -92,8 +92,9 @@ def measure_products(comm, take: Take, dtype: str,
 
     def measure(m: int, n: int, k: int) -> list[float]:
         a, b = operand("A", (m, n), m > k), operand("B", (n, k), m <= k)
-        operation.check_own_product(f"C of {m} x {n} x {k} {dtype}", (a, b, matmul(a, b)), 0, comm)
-        return take(lambda: matmul(a, b))
+        operation.check_own_product(f"C of {m} x {n} x {k} {dtype}", (a, b, multiply(a, b)), 0,
+                                    comm)
+        return take(lambda: multiply(a, b))
 
     found = {("product", dtype, *shape): measure(*shape) for shape in shapes}
     grid.free()
@@ -121,7 +122,9 @@ def list_passes(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> dict[str, tupl
                        width * square)}
 
 
-def measure_passes(comm, take: Take, sizes: Iterable[int]) -> dict[Point, list[float]]:
+def measure_passes(comm, take: Take, sizes: Iterable[int],
+                   listed: Callable[..., dict[str, tuple]] = list_passes
+                   ) -> dict[Point, list[float]]:
     """Measure float32 passes over arrays of `sizes` bytes.
 
     Small passes find their operands in cache, as in the blocks of `mm3d.arrays.numpy_kernels`;
@@ -130,7 +133,7 @@ def measure_passes(comm, take: Take, sizes: Iterable[int]) -> dict[Point, list[f
     found = {}
     for length in (size // 4 for size in sizes):
         a, b = (np.full(length, FILL, np.float32) for _ in range(2))
-        for name, (step, moved, result, expected) in list_passes(a, b, np.zeros_like(a)).items():
+        for name, (step, moved, result, expected) in listed(a, b, np.zeros_like(a)).items():
             step()
             right = np.allclose(result, expected, rtol=1e-5)
             agree("" if right else f"{name} of {length} elements is not {expected:g}", comm,

@@ -61,10 +61,7 @@ def make_calibration_record(operations: Mapping[Point, Sequence[float]], works: 
 
 
 def read_calibration(path: str | Path) -> Measurements:
-    """Read the record of a calibration.
-
-    Raises StoreError when the file cannot be read, or is no such record.
-    """
+    """Read the record of a calibration; StoreError when the file is none, or cannot be read."""
     record = read_run(path)
     if record.kind != KIND:
         kind = "a row of the tables" if record.kind == "model" else record.kind

@@ -102,10 +102,7 @@ class Tested:
 
 
 def load_rules(name: str) -> Rules:
-    """Read rules: supplied ones, or a TOML file.
-
-    Raises UsageError when there is no such file, or it describes no rules.
-    """
+    """Read rules: supplied ones, or a TOML file; UsageError when it is missing, or has none."""
     found = read_described("rule", name, Rules, lambda tree: msgspec.convert(tree, Rules))
     for rule in found.rules:
         counts = {"stages": rule.stages, "data": rule.data, "gpus": rule.gpus,

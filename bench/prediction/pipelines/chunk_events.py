@@ -103,7 +103,7 @@ class AlikeCalls:
 
     A `mm3d.training.worker.Worker` takes it.  From the second micro-batch on, all calls of a kind
     do the same to the memory of a rank: they are `known` by the name of a method to all chunks of
-    as many layers.  So many micro-batches as `runs` are run.
+    as many layers.  As many micro-batches as `runs` are run.
     """
 
     def __init__(self, chunk: Any, backend: Any, runs: int, known: dict[str, ChunkCall]) -> None:

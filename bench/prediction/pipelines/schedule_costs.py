@@ -39,11 +39,7 @@ class ComparedPipeline:
 
 
 def timed(name: str, pipeline: ComparedPipeline) -> Timeline:
-    """Build the schedule `name`, check it and time it.
-
-    Raises UsageError when the name is unknown, or the schedule cannot have these ranks and micro-
-    batches.
-    """
+    """Build a schedule, check it and time it; UsageError when there is none of such a pipeline."""
     with as_usage_error():
         schedule = build(name, pipeline.ranks, pipeline.microbatches, kept=pipeline.kept,
                          times=pipeline.stage_times(pipeline.ranks), memory=pipeline.memory)
@@ -57,11 +53,7 @@ def timed_schedule(schedule: Schedule, pipeline: ComparedPipeline) -> Timeline:
 
 
 def read_schedule(path: str | Path) -> Schedule:
-    """Read and check the schedule in a file.
-
-    Raises UsageError with the rule, the rank and the action, when it is wrong; or when it cannot
-    be read.
-    """
+    """Read and check the schedule in a file; UsageError with the rule, the rank and the action."""
     text = read_text(path, str(path), "a schedule as python -m bench draw schedule --schedule "
                                       "1f1b --stages 4 --microbatches 8 prints it")
     try:

@@ -8,7 +8,7 @@ import math
 import msgspec
 import numpy as np
 
-from bench.cases.paper import load_tables
+from bench.cases.paper import Row, load_tables
 from bench.cases.selection import select_rows
 from bench.prediction import machine_model, planner
 from bench.prediction.closed_form_plan import GridPlan, screen_grid
@@ -78,9 +78,7 @@ def weak_sizes(scheme: str, ranks: int) -> dict[str, int]:
     rows = select_rows("weak", scheme)
     for row in rows:
         if row.gpus == ranks:
-            heads = load_tables().settings.heads[row.hidden]
-            return dict(hidden=row.hidden, heads=heads, batch=row.batch,
-                        seq=load_tables().settings.seq)
+            return _sizes_of(row)
     first, last = rows[0], rows[-1]
     hidden = 64 * round(16 * math.sqrt(ranks))
     more = math.sqrt(ranks / last.gpus)
@@ -90,9 +88,14 @@ def weak_sizes(scheme: str, ranks: int) -> dict[str, int]:
 
 def strong_sizes(scheme: str, ranks: int) -> dict[str, int]:
     """Return the sizes of Table 2, the same for all numbers of ranks."""
-    row = select_rows("strong", scheme)[-1]
-    return dict(hidden=row.hidden, heads=load_tables().settings.heads[row.hidden], batch=row.batch,
-                seq=load_tables().settings.seq)
+    return _sizes_of(select_rows("strong", scheme)[-1])
+
+
+def _sizes_of(row: Row) -> dict[str, int]:
+    """Return the sizes of a row."""
+    settings = load_tables().settings
+    return dict(hidden=row.hidden, heads=settings.heads[row.hidden], batch=row.batch,
+                seq=settings.seq)
 
 
 def predict_step_time(outcome: paper_fit.Outcome, scheme: str, ranks: int,

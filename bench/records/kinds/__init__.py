@@ -44,11 +44,7 @@ KIND_NAMES = {path.stem for path in Path(__file__).parent.glob("*.py")} - {"__in
 
 
 def derive(record: Any) -> Derived:
-    """Compute the numbers that follow from the measured ones.
-
-    KeyError, ValueError, TypeError, AttributeError, IndexError or ArithmeticError when what was
-    measured is not what its schema says.
-    """
+    """Compute what follows from the measured numbers; any of `UNLIKE` where they cannot be."""
     find = getattr(module_of(record.kind), "derive", lambda record: {})
     with np.errstate(all="ignore"):    # checks of the record find NaN and infinity
         return find(record)

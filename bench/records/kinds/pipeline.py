@@ -111,10 +111,7 @@ def repetition_seconds(times: np.ndarray) -> np.ndarray:
 
 
 def durations(times: np.ndarray, schedule: Schedule) -> np.ndarray:
-    """Return the median seconds of F, B and W in each stage of the schedule, (step, stage).
-
-    Where B and W only run together, that time counts as B, and W is 0.
-    """
+    """Return the median seconds of F, B and W, (step, stage); of both together as B, with W 0."""
     found = stage_times(times, schedule.ranks)
     took: dict[tuple[str, int], list[np.ndarray]] = {}
     for rank, row in enumerate(schedule.rows):
@@ -156,10 +153,7 @@ def overheads(times: np.ndarray, slept: np.ndarray, schedule: Schedule) -> np.nd
 
 
 def tables(records: Sequence[Measurements]) -> list[Part]:
-    """Make the tables of pipelines, a row a schedule and number of micro-batches.
-
-    Pipelines of another model, on other ranks, or whose actions wait, have a table of their own.
-    """
+    """Make the tables of pipelines, one for each model, mesh, and kind of work."""
     groups: dict[tuple, list[Measurements]] = {}
     for record in records:
         chosen, env = record.configuration, record.environment
@@ -267,7 +261,6 @@ def _beside_notes(records: Sequence[Measurements], waits: bool) -> list[str]:
 
 
 def _kernels(records: Sequence[Measurements]) -> list[str]:
-    """Say how fast both sides multiply."""
     notes = []
     for record in records:
         chosen = record.configuration

@@ -13,7 +13,7 @@ from bench.statistics import median_interval
 from mm3d.grid.layout import Layout
 from mm3d.grid.shape import GridShape
 from mm3d.model import cost
-from mm3d.schemes.products_alone import algorithms_with_products
+from mm3d.schemes import algorithms_with_products
 
 SCHEMAS = {
     "products": {
@@ -71,10 +71,7 @@ def record_grids(names: Sequence[str], grids: str) -> dict[str, GridShape]:
 
 
 def copied_operands(name: str, form: str, sizes: GridShape, phase: str = "forward") -> list[str]:
-    """List the operands that an algorithm stores in copies before a phase, as no bound assumes.
-
-    Empty for an unknown algorithm, as a file may name any.
-    """
+    """List the operands that a known algorithm stores in copies before a phase: no bound holds."""
     cls = algorithms_with_products().get(name)
     if not cls:
         return []

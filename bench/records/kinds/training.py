@@ -127,7 +127,6 @@ def _notes(record: Measurements) -> list[str]:
 
 
 def _memory(record: Measurements) -> str:
-    """State the peak memory of the ranks in a step, beside the expected one."""
     peaks, expected = (record.values(name) for name in (
         "peak_bytes", "expected_peak_bytes"))
     rank = int(np.argmax(peaks))
@@ -139,7 +138,6 @@ def _memory(record: Measurements) -> str:
 
 
 def _experts(record: Measurements) -> str:
-    """Say how the experts were used in the last step."""
     chosen = record.configuration
     entropy, dropped = (record.values(name)[-1] for name in (
         "entropy", "dropped_share"))

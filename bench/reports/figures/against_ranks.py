@@ -168,10 +168,7 @@ def counted_words(run: Run) -> float:
 
 
 def closed_form_points(runs: list[Run], table: str) -> list[FigurePoint]:
-    """Compute the closed form at the runs' ranks, and between them where sizes stay the same.
-
-    Points between are for the paper's schemes only, whose grids are all of one kind.
-    """
+    """Compute the closed form at the runs' ranks, and of the paper's schemes between these."""
     points = {run.ranks: run.expected_words.sum() / run.ranks / run.batch for run in runs}
     if table == "strong" and runs and runs[-1].configuration["scheme"] in PAPER:
         chosen = runs[-1].configuration

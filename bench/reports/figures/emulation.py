@@ -45,11 +45,8 @@ def comparable_rows(results: Results) -> list[Emulated]:
 def draw_emulated(results: Results):
     """Draw seconds a sequence, published and emulated, and words a rank, against ranks.
 
-    Weak scaling is above strong scaling. All axes are logarithmic, and the vertical ones of a row
-    span the same ratio, so that equal slopes and gaps are equal ratios. At the most ranks labels
-    give each scheme's multiple of 3-D, where there is room.
-
-    Raises NoFigure as `comparable_rows` does.
+    All axes are logarithmic, and the vertical ones of a row span the same ratio, so that equal
+    slopes and gaps are equal ratios.  Raises NoFigure as `comparable_rows` does.
     """
     from matplotlib import rc_context
     from matplotlib.ticker import EngFormatter

@@ -10,7 +10,6 @@ from typing import Any, Iterable, Iterator, Sequence
 from bench.errors import UsageError
 from bench.records.folder import FolderContents
 from bench.records.measurements import Measurements
-from bench.reports.emulated import swept_rates, waited_rows
 from bench.reports.figures import style
 from bench.reports.figures.style import Drawing, NoFigure
 
@@ -48,7 +47,7 @@ MEASURED = {"products": {
     "words-and-memory-of-products": ("products.draw_words_against_memory", (
         "Words per rank of every distributed product against the peak memory of a rank, with "
         "lower bounds."))},
-    "experts": {"parts-of-experts": ("experts.draw_parts", (
+    "experts": {"parts-of-experts": ("training.draw_parts", (
         "Parts of a layer of experts, forward and backward, with tokens routed uniformly, "
         "unevenly, and to a few experts; and the tokens of each expert."))},
     "pipeline": {"timeline-of-pipeline": ("measured_timelines.draw", (
@@ -63,15 +62,19 @@ def _by_name(place: str, subject: object) -> Any:
 
 def make_drawings(found: FolderContents) -> Iterator[Drawing]:
     """List every figure of a folder."""
-    return itertools.chain(make_row_drawings(found), make_measured_drawings(found.measurements),
-                           _by_name("training.make_combined_drawings", found.measurements),
-                           _by_name("link_sweep.make_sweep_drawings", [
-                               *found.measurements, *swept_rates(found.rows)]))
+    swept = records = found.measurements
+    if found.rows:
+        from bench.reports.emulated import swept_rates    # what only rows need
+        swept = [*records, *swept_rates(found.rows)]
+    return itertools.chain(make_row_drawings(found), make_measured_drawings(records),
+                           _by_name("training.make_combined_drawings", records),
+                           _by_name("link_sweep.make_sweep_drawings", swept))
 
 
 def make_row_drawings(found: FolderContents, talk: bool = False) -> Iterator[Drawing]:
     """List the figures of the rows of every preset, or those for a `talk`."""
     for results in found.results:
+        from bench.reports.emulated import waited_rows    # what only rows need
         # It becomes part of a file's name, and a record may contain any text.
         preset = re.sub(r"[^\w.-]", "-", results.preset) + results.slug
         waited = waited_rows(results)
@@ -86,7 +89,7 @@ def make_measured_drawings(records: Sequence[Measurements]) -> Iterator[Drawing]
         for name, (draw, about) in MEASURED.get(record.kind, {}).items():
             yield Drawing(f"{name}-{_sizes(record)}-p{record.environment['ranks']:03d}", about,
                           partial(_by_name, draw, record))
-    yield from _by_name("experts.make_balance_drawings", records)
+    yield from _by_name("training.make_balance_drawings", records)
 
 
 def _sizes(record: Measurements) -> str:
@@ -105,11 +108,8 @@ def draw_figures(found: FolderContents, formats: Sequence[str] = ("png",),
                  names: str = "", talk: bool = False) -> tuple[list[Path], list[NoFigure]]:
     """Draw the figures of every preset in a folder of results into that folder.
 
-    Of `names`, with commas between, each is the beginning of those of figures; "" draws all.
-
-    Returns the files, and the figures that are not drawn, with reasons.
-
-    Raises UsageError when no figure has a name with one of these beginnings.
+    Each of `names`, with commas between, begins those of figures, or raises UsageError; "" draws
+    all.  Returns the files, and the figures that are not drawn, with reasons.
     """
     drawn, left_out = _draw_named(make_row_drawings(found, True) if talk else make_drawings(found),
                                   found.folder, formats, names)

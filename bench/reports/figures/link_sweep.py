@@ -75,10 +75,7 @@ def make_sweep_drawings(records: Sequence[Measurements]) -> Iterator[style.Drawi
 
 
 def show_rates(folder: Path, show: Callable[[list[Part]], None]) -> int:
-    """Print the tables of a folder's rows at several rates of links, and draw the picture.
-
-    Return 1 if it cannot be drawn or a file was left out, else 0, as for want of results.
-    """
+    """Print tables of rows at several rates, and draw them; return 1 if anything is left out."""
     found = read_folder(folder)
     records = join_rates(found.rows)
     say()

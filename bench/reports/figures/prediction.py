@@ -132,7 +132,6 @@ def draw_predicted_scaling(folder: str, outcome: paper_fit.Outcome) -> Path:
 
 
 def _scaling(panel, name: str, outcome: paper_fit.Outcome) -> None:
-    """Draw one of the tables, published and predicted."""
     ticks = {"1d": (8, 16, 36, 64, 256, 1024, 4096), "2d": (16, 36, 64, 256, 1024, 4096),
              "3d": (8, 64, 512, 4096)}
     of = weak_sizes if name == "weak" else strong_sizes
@@ -158,11 +157,7 @@ LEAST = 2.0    # per cent of the darkest shade, so that small differences look s
 
 
 def draw_map(folder: str, asked: Training, places: Sequence[MapPlace]) -> Path:
-    """Draw a map into a folder; return the PNG file.
-
-    Cells are blue, and bold, where X x Y x Z does more steps, orange where 1 x t x 1 does; each
-    has the grid and the stages of the faster, and by how much it is.
-    """
+    """Draw a map into a folder: blue and bold where X x Y x Z is faster; return the PNG file."""
     name = f"kind-map-{asked.gpt.name}-{asked.machine.name}.png"
     return style.save_picture(Path(folder) / name, lambda: _figure(asked, places))
 

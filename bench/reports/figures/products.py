@@ -11,8 +11,7 @@ from bench.reports.figures import against_ranks, style
 from mm3d.grid.grid import Grid
 from mm3d.grid.shape import GridShape
 from mm3d.model import cost
-from mm3d.schemes import registry
-from mm3d.schemes.products_alone import algorithms_with_products
+from mm3d.schemes import algorithms_with_products, registry
 from mm3d.tracing.dry_arrays import DryBackend
 from mm3d.transport.communicators import DryCommunicator
 

@@ -14,7 +14,7 @@ from mm3d.schemes.matrix_product import GRADIENT_PRODUCTS
 from mm3d.tracing.block_moves import Story
 from mm3d.tracing.block_replay import (GATHERS, KEEP, MULTIPLY, REDUCTIONS, HeldBlocks,
                                        MatrixBlock, ReplayStep, Travel)
-from mm3d.tracing.layer_moves import LayerPart, LayerStory, Rectangle
+from mm3d.tracing.block_moves import LayerPart, LayerStory, Rectangle
 
 LEFT, RIGHT, TOP, BOTTOM = 0.9, 15.7, 6.75, 0.95    # the ranks' part of it
 FEW = 8    # ranks, each with its place in letters
@@ -244,7 +244,7 @@ def step_caption(story: Story, step: ReplayStep) -> str:
 
 
 LIST, SQUARE, MOVES = 0.4, 5.5, 10.8    # left ends of the parts, of the blocks, of what travels
-TOP, BOTTOM = 7.0, 0.9
+HIGH, LOW = 7.0, 0.9
 SHARED = "#EAEAEA"    # of a block that several ranks store
 
 
@@ -274,9 +274,9 @@ class LayerParts:
 
     def _list(self, pen: Pen, current: int) -> None:
         """List the parts with the words of the rank that moves most, the current one in bold."""
-        high = (TOP - BOTTOM) / len(self.story.parts)
+        high = (HIGH - LOW) / len(self.story.parts)
         for number, part in enumerate(self.story.parts):
-            bottom = TOP - (number + 1) * high
+            bottom = HIGH - (number + 1) * high
             bold = "bold" if number == current else "normal"
             if number == current:
                 pen.box((LIST - 0.1, bottom + 0.04, 4.5, high - 0.08), PANEL, INK)
@@ -289,7 +289,7 @@ class LayerParts:
         """Draw the blocks of the activation: rows are positions, sequence after sequence."""
         rows = self.story.sizes["batch"] * self.story.sizes["seq"]
         columns, side = self.story.sizes["hidden"], 4.7
-        top = TOP - 0.55
+        top = HIGH - 0.55
         owners: dict[Rectangle, list[int]] = {}
         for rank, blocks in enumerate(part.blocks):
             for block in blocks:
@@ -302,7 +302,7 @@ class LayerParts:
             pen.box(place, colour, INK, pattern)
             text = str(ranks[0]) if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))
             pen.text(place[0] + place[2] / 2, place[1] + place[3] / 2, text, 11, INK)
-        pen.text(SQUARE, TOP - 0.3, "features to the right, positions down", 11, FAINT, "left")
+        pen.text(SQUARE, HIGH - 0.3, "features to the right, positions down", 11, FAINT, "left")
         batch = self.story.sizes["batch"]
         pen.text(SQUARE, top - side - 0.3, f"{batch} sequence{'s' * (batch > 1)} of "
                  f"{self.story.sizes['seq']} positions", 11, FAINT, "left")
@@ -310,11 +310,11 @@ class LayerParts:
     def _moves(self, pen: Pen, part: LayerPart) -> None:
         """List what travels in the part."""
         if not part.moved:
-            pen.text(MOVES, TOP - 0.3, "nothing travels", 12.5, INK, "left")
+            pen.text(MOVES, HIGH - 0.3, "nothing travels", 12.5, INK, "left")
         moves = joined_moves(part)
-        apart = min(0.95, (TOP - BOTTOM) / max(1, len(moves)))
+        apart = min(0.95, (HIGH - LOW) / max(1, len(moves)))
         for number, one in enumerate(moves):
-            top = TOP - 0.3 - apart * number
+            top = HIGH - 0.3 - apart * number
             pen.text(MOVES, top, OPERANDS.get(one.operand, one.operand), 12.5, INK, "left",
                      weight="bold")
             pen.text(MOVES, top - 0.42 * apart, f"{one.kind.replace('_', '-')} along "

@@ -82,11 +82,7 @@ def _not_drawn(*errors: type[Exception]) -> Iterator[None]:
 
 
 def save_picture(path: str | os.PathLike, make: Callable[[], Any], **options: Any) -> Path:
-    """Draw a figure into a file, in the format that the file's name ends in; return the file.
-
-    Parameters and errors as those of `draw_image` and, before it is drawn, of `check_picture`;
-    NotDrawn also when the file cannot be written.
-    """
+    """Draw a figure into a file, by its ending; errors as of `check_picture` and `draw_image`."""
     check_picture(path)
     return _write(path, draw_image(make, Path(path).suffix[1:], **options))
 
@@ -104,12 +100,7 @@ def _write(path: str | os.PathLike, image: bytes) -> Path:
 
 def save_animation(path: str | os.PathLike,
                    frames: Iterable[tuple[Callable[[], Any], int]]) -> Path:
-    """Draw a picture that moves, a GIF of 48 colours, into a file; return the file.
-
-    Frames are functions that make their figures, and the milliseconds that each is shown.
-
-    Errors are those of `save_picture`.
-    """
+    """Draw frames, each with its milliseconds, into a GIF of 48 colours; see `save_picture`."""
     from PIL import Image    # which matplotlib needs, too
     makers, durations = zip(*frames)
     images = [Image.open(io.BytesIO(draw_image(make, "png", dpi=90))).convert("RGB")

@@ -199,7 +199,6 @@ def _part(span: dict[str, Any]) -> str:
 
 
 def _looks(pieces: list[TracePiece]) -> dict[str, tuple[str, str | None]]:
-    """Return colour and hatching of the parts that are there."""
     used = dict.fromkeys(piece.part for piece in pieces)
     known = {kind: (colour, None) for kind, (_, colour) in ACTION_KINDS.items()}
     directions = sorted(used.keys() - known.keys() - LABELS.keys())

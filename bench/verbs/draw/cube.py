@@ -14,8 +14,8 @@ from mm3d.config import Division
 from mm3d.grid.shape import GridShape
 from mm3d.schemes import find_scheme
 from mm3d.schemes.scheme import Scheme
-from mm3d.tracing.block_moves import LINEAR_LAYERS, Story, product_story
-from mm3d.tracing.layer_moves import LayerStory, layer_story, small_sizes
+from mm3d.tracing.block_moves import (LINEAR_LAYERS, LayerStory, Story, layer_story,
+                                      product_story, small_sizes)
 
 FORMS = ("ab", "abt", "atb", *LINEAR_LAYERS, "layer")
 MOST_ROWS = 64    # of a matrix, each of which may be a block

@@ -21,7 +21,7 @@ from mm3d import launcher
 from mm3d.config import Division, Model
 from mm3d.console import say
 from mm3d.schemes.matrix_product import FORMS
-from mm3d.schemes.products_alone import algorithms_with_products
+from mm3d.schemes import algorithms_with_products
 
 ON_ALL_RANKS = True
 ALL = "all"
@@ -169,7 +169,7 @@ def _measure_beside_scalapack(arguments: argparse.Namespace, limits, comm) -> in
 def _scalapack_table(products, calls: int, seconds: dict[str, np.ndarray]) -> list:
     """Make the table of what `bench.experiments.products.scalapack.compare_products` returns."""
     from bench.document import Column, Notes, Rows, Table
-    from bench.experiments.products.fortran_blas import describe_loaded
+    from bench.experiments.products.scalapack import describe_loaded
     ours = [*seconds][:len(products.ours)]
     theirs = [*seconds][len(ours):len(ours) + len(products.theirs)]
     rows: Rows = []

@@ -32,9 +32,7 @@ class ChosenExperts:
     probabilities: Array
     # (tokens, E): derivative of each log score by its logit; None where it is 1.
     slope: Array | None
-    # As in `Experts`, and its design.
-    gate: str
-    factor: float = 1.0
+    experts: ExpertOptions    # of which these are chosen
 
 
 def choose(logits: Array, experts: ExpertOptions, bias: Array | None = None,
@@ -67,7 +65,7 @@ def choose(logits: Array, experts: ExpertOptions, bias: Array | None = None,
         gates *= design.factor
     # A copy, so that the pool gets the memory back, as where the choice is assumed.
     host = np.array(library.to_host(chosen)) if assumed is None else assumed
-    return ChosenExperts(host, gates, probabilities, slope, experts.gate, design.factor)
+    return ChosenExperts(host, gates, probabilities, slope, experts)
 
 
 def gates_backward(choice: ChosenExperts, dgates: Array) -> Array:
@@ -76,12 +74,13 @@ def gates_backward(choice: ChosenExperts, dgates: Array) -> Array:
     The choice is fixed.
     """
     library, xp = backend_of(dgates), namespace(dgates)
-    if choice.gate == "switch":
+    factor = choice.experts.design.factor
+    if choice.experts.gate == "switch":
         dp = _scatter(library, dgates, choice)
-        if choice.factor != 1:
-            dp *= choice.factor
+        if factor != 1:
+            dp *= factor
         return scores_backward(dp, choice.probabilities, choice.slope)
-    inner = scores_backward(dgates, choice.gates, None, choice.factor)
+    inner = scores_backward(dgates, choice.gates, None, factor)
     dz = _scatter(library, inner, choice)
     return dz if choice.slope is None else xp.multiply(dz, choice.slope)
 
@@ -179,7 +178,7 @@ def shares(experts: ExpertOptions, totals: np.ndarray, tokens: int, layers: int 
     return totals.sum(0) / (tokens * experts.top * divisor)
 
 
-def balance_loss(choice: ChosenExperts, experts: ExpertOptions, totals: np.ndarray, tokens: int,
+def balance_loss(choice: ChosenExperts, totals: np.ndarray, tokens: int,
                  layers: int = 1) -> tuple[Array, Array]:
     """Compute this rank's part of the balance loss, and the gradient of the logits.
 
@@ -191,7 +190,7 @@ def balance_loss(choice: ChosenExperts, experts: ExpertOptions, totals: np.ndarr
     Parameters as in `shares`.  The part has the shape (1,), in float64; the gradient is (tokens of
     this rank, E).
     """
-    p = choice.probabilities
+    p, experts = choice.probabilities, choice.experts
     library, xp = backend_of(p), namespace(p)
     factor = experts.balance * experts.count / tokens
     weights = factor * shares(experts, totals, tokens, layers)

@@ -184,8 +184,8 @@ class ExpertsLayer:
                 totals: np.ndarray) -> tuple[Routing, list[float]]:
         """Compute the balance loss and the z-loss of this rank's tokens, and their gradient."""
         library, losses, dlogits = self.space.grid.backend, [], None
-        terms = [self.experts.balance and balance_loss(choice, self.experts, totals,
-                                                       self.order.tokens, self.layer_count),
+        terms = [self.experts.balance and balance_loss(choice, totals, self.order.tokens,
+                                                       self.layer_count),
                  self.experts.z and z_loss(logits, self.experts.z, self.order.tokens)]
         for term in terms:
             if not term:

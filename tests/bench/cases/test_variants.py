@@ -231,6 +231,6 @@ def test_bfloat16_is_known_where_a_backend_has_it(monkeypatch):
         name, more_dtypes = "device", ("bfloat16",)
     monkeypatch.setitem(sys.modules, "ml_dtypes", None)
     asked = argparse.Namespace(keep="none", overlap=False, causal=False, dtype="bfloat16")
-    variants.check(row_options.variant(asked), ["1d"], Device())
+    variants.check_variant(row_options.variant(asked), ["1d"], Device())
     with pytest.raises(UsageError, match="pip install ml_dtypes"):
-        variants.check(row_options.variant(asked), ["1d"], backend.get("numpy"))
+        variants.check_variant(row_options.variant(asked), ["1d"], backend.get("numpy"))

@@ -181,7 +181,7 @@ def test_a_product_and_its_file(mpi, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "emulated cluster, 2 nodes x 2 ranks, 200 Mbit/s" in " ".join(done.stdout.split())
     run = run_file.read_run(next(tmp_path.glob("*.h5")))
-    assert mpi == "MPICH" or run.environment["mpi"].startswith(mpi)
+    assert mpi == "own" or run.environment["mpi"].startswith(mpi)
     assert run.environment["emulated_cluster"] == "2x2:200Mbit"
     assert run.environment["emulated_link_rate"] == 2e8
     assert run.environment["ranks_on_this_node"] == 2 and run.environment["ranks"] == 4

@@ -252,6 +252,16 @@ def test_the_array_library_is_known_before_mpi_starts(tmp_path):
     assert done.stdout == "numpy\n", done.stderr
 
 
+def test_experiments_write_no_files_and_print_nothing():
+    """What else belongs to verbs lies above them.  Startup is another process, too."""
+    folder = ROOT / "bench" / "experiments"
+    for path in folder.rglob("*.py"):
+        module, text = str(path.relative_to(folder)), path.read_text()
+        assert "mm3d.console" not in text or module in ("startup.py", "rows/reproduction.py")
+        assert "records.journal" not in text or module.startswith(
+            ("rows/", "training/history")), module    # go on where they were stopped
+
+
 def test_the_recorded_command_has_no_folders():
     assert command_line(["run", "--out", "/home/someone/results/x", "--seed", "1"]) == (
         "python -m bench run --out x --seed 1")

@@ -3,14 +3,17 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 import mm3d
-from bench.errors import WrongResult
-from bench.experiments.layer.layer import COLOSSAL, KINDS, MeasuredLayer, count_sides
-from bench.records import run_file
+from bench.errors import UsageError, WrongResult
+from bench.experiments.layer.layer import (COLOSSAL, KINDS, MeasuredLayer, count_sides,
+                                           measure_layer)
+from bench.instruments.timing import Limits
 from bench.records.kinds.layer import tables
 from mm3d.tracing import dry_run
 from made_up_torch import make_up
+from records import read_valid
 from refused import refused, run_verb
 
 QUICK = ("--hidden", "32", "--head-size", "8", "--batch", "4", "--seq", "8", "--repetitions", "2",
@@ -56,7 +59,7 @@ def measured(comm, folder, *options):
     """The status, what is printed, and the record, if there is one."""
     status, said = run_verb(comm, "measure", "layer", *options, "--out", str(folder / "out"))
     files = list((folder / "out").glob("*.h5"))
-    return status, " ".join(said.split()), run_file.read_run(files[0]) if files else None
+    return status, " ".join(said.split()), read_valid(files[0]) if files else None
 
 
 @pytest.mark.ranks(4)
@@ -105,6 +108,12 @@ def test_what_differs_from_the_reference_gets_no_times(comm, shared_tmp_path):
                                  reference(comm, shared_tmp_path, 1.001))
     assert status == 1 and run is None
     assert "differs from PyTorch: output is off by 0.001" in text
+
+
+def test_a_layer_that_cannot_overlap_is_refused():
+    subject = MeasuredLayer(mm3d.scheme("1d", MPI.COMM_SELF), mm3d.ModelSizes(1, 8, 2, 1, 2))
+    with pytest.raises(UsageError, match="--scheme 1d: only products of 3d can overlap"):
+        measure_layer(subject, None, 2, Limits(2, 2))
 
 
 @pytest.mark.ranks(4)

@@ -18,13 +18,11 @@ from mm3d.grid.axis import COLLECTIVES
 from mm3d.model import cost
 from mm3d.schemes.matrix_product import FORMS
 from mm3d.transport.nodes import in_place_collectives
-from records import format_record, only_record
+from records import format_record, only_record, read_valid
 from refused import done, refused, run_verb
 from support import run_ranks
 
 QUICK = ("--repetitions", "2", "--max-repetitions", "2")
-
-
 MN, NK, MK = 19 * 14, 14 * 23, 19 * 23
 
 
@@ -38,7 +36,7 @@ def test_matmul_measures_verified_products(comm, shared_tmp_path, scheme, grid, 
     said = done(comm, "measure", "matmul", "--shape", "19,14,23", "--form", "ab,abt,atb",
                 "--scheme", scheme, "--grid", grid, "--backward", "--dtype", "float64", "--calls",
                 "2", *QUICK, "--out", str(shared_tmp_path))
-    runs = [run_file.read_run(path) for path in sorted(shared_tmp_path.glob("*.h5"))]
+    runs = [read_valid(path) for path in sorted(shared_tmp_path.glob("*.h5"))]
     assert [run.configuration["form"] for run in runs] == ["ab", "abt", "atb"]
     for run in runs:
         found = {name: variable.values for name, variable in run.variables.items()}

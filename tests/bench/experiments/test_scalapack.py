@@ -51,10 +51,10 @@ def test_where_mpi_is_usual_the_product_is_measured_by_it_alone(installed):
 
 GEMM = """
 import numpy as np
-from bench.experiments.products import fortran_blas as blas, scalapack
+from bench.experiments.products import scalapack
 library = scalapack.load_scalapack()
 for dtype in ("float32", "float64"):
-    gemm = blas.FortranGemm(library, dtype)
+    gemm = scalapack.FortranGemm(library, dtype)
     draw = np.random.default_rng(0)
     for m, n, k in ((5, 3, 4), (1, 3, 4), (5, 1, 4), (5, 3, 1), (1, 1, 1), (0, 3, 4), (5, 0, 4)):
         for rows in (slice(None), slice(1, -1)):    # whole, and part of a larger one
@@ -73,10 +73,10 @@ for dtype in ("float32", "float64"):
         except ValueError:
             print("refused")
 places = iter(range(2))    # as if another library had been loaded for all before
-blas.address_of = lambda function: next(places)
-blas.library_name = lambda function: "libone.so"
+scalapack.address_of = lambda function: next(places)
+scalapack.library_name = lambda function: "libone.so"
 try:
-    blas.FortranGemm(library, "float64")
+    scalapack.FortranGemm(library, "float64")
 except ValueError as error:
     print(error)
 """

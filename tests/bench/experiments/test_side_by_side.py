@@ -10,12 +10,12 @@ from bench.experiments.products.matmul import Limits, check_results
 from bench.experiments.products.problem import Problem, product_grid
 from bench.records import run_file
 from bench.records.folder import read_folder
-from bench.records.kinds.products import copied_operands, record_grids
+from bench.records.kinds.products import copied_operands
 from bench.reports.figures import every_figure
 from bench.validation.files import check_file
 from mm3d.grid.shape import GridShape
 from mm3d.model import cost
-from mm3d.schemes.products_alone import cannon
+from mm3d.schemes import cannon
 from mm3d.transport.communicators import DryCommunicator
 from records import format_record, written
 from refused import refused
@@ -108,11 +108,6 @@ def test_the_bound_with_memory():
     """MNK / (2 sqrt(2) P sqrt(S)) - S, and never below 0."""
     assert cost.lower_bound_with_memory(64, 64, 64, 1, 2) == pytest.approx(64 ** 3 / 4 - 2)
     assert cost.lower_bound_with_memory(64, 64, 64, 64, 4096) == 0
-
-
-def test_grids_of_a_record():
-    grids = record_grids(["cannon", "2.5d-sd"], "2x2 2x2x1")
-    assert grids == {"cannon": GridShape("xy", (2, 2)), "2.5d-sd": GridShape("xyz", (2, 2, 1))}
 
 
 def test_all_refuses_what_it_does_not_measure(tmp_path):

@@ -11,8 +11,7 @@ import pytest
 from bench.__main__ import parser
 from bench.errors import UsageError, WrongResult
 from bench.experiments.torch import models
-from bench.experiments.torch.child import TorchProcesses
-from bench.experiments.torch.equal_kernels import compare_kernels
+from bench.experiments.torch.child import TorchProcesses, compare_kernels
 from bench.experiments.training import beside, torch_training
 from bench.experiments.training.plan import Plan
 from bench.experiments.training.text import read_training_text

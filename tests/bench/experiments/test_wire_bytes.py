@@ -65,9 +65,8 @@ def in_cluster(spec: str, *argv: str, **variables: str):
 def test_the_wire_carries_what_collectives_must_send(tmp_path):
     """By the default transport of a line of several ranks a node, in a valid file."""
     in_cluster("4x2", "-m", "bench", "measure", "collectives", "--grid", "8", "--least", "4194304",
-               "--most",
-               "4194304", "--repetitions", "1", "--max-repetitions", "1", "--out", str(tmp_path),
-               MM3D_TRANSPORT="")
+               "--most", "4194304", "--repetitions", "1", "--max-repetitions", "1", "--out",
+               str(tmp_path), MM3D_TRANSPORT="")
     run = only_record(tmp_path)
     assert run.configuration["transport"] == "hierarchical"
     received = np.median(run.variables["wire_received"].values, axis=2)[0, :, 0]

@@ -91,7 +91,6 @@ def test_the_optimizer_has_masters_moments_and_wide_gradients(dtype, each):
 
 
 def test_a_training_fits_with_its_optimizer_or_not_at_all(capsys):
-    """What fits without one is called that; with --data its state is counted."""
     command = ["dry", "--ranks", "1", "--scheme", "serial", "--hidden", "256", "--heads", "4",
                "--layers", "2", "--batch", "1", "--seq", "16"]
     said = {}
@@ -159,7 +158,6 @@ def test_a_policy_that_fits_is_named():
 
 
 def test_every_node_has_to_hold_its_own_ranks():
-    """The serial model is on rank 0's alone."""
     one = make_case(row_of("weak:1d", 8), "laptop")
     need = node_memory.estimate_by_dry_runs(one, (8,), "none", BLOCK)
     first, second = (NodeMemory(4, here, 4 * need.rank + here * need.check)

@@ -271,7 +271,6 @@ def test_a_map_has_the_fastest_plan_of_each_kind(places):
     {"architecture": Architecture(kv_heads=2, perceptron="swiglu", inner=96)},
     {"experts": Experts(4, top=2, every=1, capacity=None)}])
 def test_a_map_prices_the_layers_of_the_model(more, places):
-    """Grouped heads, gated units and experts take other seconds than a GPT's layers."""
     (other,) = map_kinds(replace(ASKED, gpt=structs.replace(TINY_GPT, **more)), [8], RATES[:1])
     assert len(other.best) == 2
     assert all(other.best[kind].seconds != one.seconds for kind, one in places[0].best.items())

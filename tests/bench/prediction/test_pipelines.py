@@ -72,7 +72,6 @@ def test_hops_of_their_own_are_as_one_hop_where_they_are_equal():
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 def test_the_step_is_that_of_the_closed_form_without_hops(name):
-    """Of equal stages; F and B are those of a dry run of a stage's two layers."""
     model = made(name)
     found = pipeline_seconds.predict_pipeline(model, LONGHORN)
     each = step_seconds(LONGHORN, model.trace(2))
@@ -86,7 +85,6 @@ def test_the_step_is_that_of_the_closed_form_without_hops(name):
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 def test_one_stage_is_predicted_as_a_model_without_stages(name):
-    """To the last digit: of one micro-batch it is the step that dry runs predict."""
     model = PipelineModel(build(name, 1, 1), "3d", (find_scheme("3d").grid_shape((2, 2, 1)),),
                           Stack(**SIZES))
     found = pipeline_seconds.predict_pipeline(model, LONGHORN)

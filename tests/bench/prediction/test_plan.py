@@ -64,10 +64,14 @@ def test_the_choice_is_the_best_of_all_when_every_candidate_is_traced(ranks, nam
 @pytest.mark.parametrize("ranks, experts", [
     (4, None), (8, None), (4, Experts(4, top=2, every=2, gate="mixtral", capacity=None))])
 def test_screened_words_are_those_of_the_traces(ranks, experts):
-    """Of all ranks together, for every scheme and grid, where nothing divides; with experts where
-    all get equally many tokens."""
-    stack = Stack(**SMALL["uneven"]) if experts is None else Stack(4, 32, 4, 8, 8, experts=experts)
-    for scheme, grid in planner.list_candidates(ranks):
+    """Of all ranks together, for every scheme and grid, where nothing divides; with experts, which
+    all get equally many tokens, on three."""
+    stack, shapes = Stack(**SMALL["uneven"]), planner.list_candidates(ranks)
+    if experts:
+        stack = Stack(4, 32, 4, 8, 8, experts=experts)
+        shapes = [("3d", GridShape("xyz", (2, 2, 1))), ("1d", GridShape("x", (4,))),
+                  ("2d", GridShape("xy", (2, 2)))]
+    for scheme, grid in shapes:
         screened = screen_grid(scheme, grid, LONGHORN, stack)
         traces = [dry_run.trace_step(scheme, ranks, grid, rank, **stack.fields())
                   for rank in range(ranks)]
@@ -230,7 +234,6 @@ def test_a_fit_finds_the_parameters_that_made_the_times(outcome):
 
 
 def test_rows_that_need_more_memory_than_there_is_repeat_the_forward(outcome):
-    """Of every scheme some row needs more than 16 GiB, even with half the layers."""
     assert all(outcome.fit.recompute.values())
     weak = [row for row in outcome.rows if row.case.row.table == "weak"]
     assert all(row.peak / 2 > LONGHORN.memory_bytes for row in weak)
@@ -245,7 +248,6 @@ def test_errors_are_within_what_the_documentation_says(outcome):
 
 @pytest.mark.parametrize("form", ["text", "rst", "latex", "csv"])
 def test_the_verb_prints_every_format(form, outcome, monkeypatch, tmp_path, capsys):
-    """And names figures on standard error, so that the document stays whole, but of text."""
     monkeypatch.setattr(paper_fit, "predict_tables", lambda *machine: outcome)
     monkeypatch.setattr(prediction, "draw_predicted_scaling",
                         lambda folder, found: f"{folder}/drawn.png")

@@ -16,7 +16,7 @@ from bench.prediction.published.published_steps import (COLUMNS, choices, fit_to
                                                         predict_rows, read_steps)
 from bench.prediction.pipelines.training_step import (SHARES, flops_of_step, memory_by_kind,
                                                       parameters_of_ranks, predict_step)
-from bench.reports.plans.step_tables import step_parts
+from bench.reports.measured_tables import step_parts
 from mm3d.model.stack import Stack
 from mm3d.schemes import find_scheme
 from mm3d.training.schedules import build

@@ -83,7 +83,6 @@ def test_a_step_keeps_the_share_of_its_work():
 
 
 def test_launches_of_kernels_are_work():
-    """One rank moves nothing, so all seconds are of its work."""
     sizes, trace = trace_of(row_of("weak", "1d", 8), "emulated-tiny")
     assert LONGHORN.launch_seconds and any(moving for _, moving in split_seconds(
         LONGHORN, trace).values())

@@ -16,9 +16,8 @@ from bench.records.folder import read_runs
 from bench.records.measurements import Check
 from bench.reports.comparison import compare_sides
 from bench.validation.files import check_file
-from mm3d.schemes.products_alone import algorithms_with_products
 from mutations import edit, mutations, places, sets, spoils
-from records import format_record, format_tables, limited, matmul_record
+from records import format_tables, limited, matmul_record
 
 RESULTS = Path(__file__).parents[3] / "results"
 ROW = select_rows("weak", "3d")[0]
@@ -123,17 +122,6 @@ def test_a_difference_of_two_measurements_may_be_below_0(tmp_path, name, place):
         file[place][...] = values
     assert run_file.read_run(path).created
     assert not any("below 0" in line for line in check_file(path)[0])
-
-
-def test_a_product_that_states_no_words_has_a_record(monkeypatch):
-    """As an algorithm of one's own may have no closed form."""
-    path = min(RESULTS.rglob("products-*.h5"))
-    name = run_file.read_run(path).scales["scheme"][0]
-    product = algorithms_with_products()[name].matrix_product
-    monkeypatch.setattr(product, "forward_moves", lambda *_: None)
-    row = next(line.split() for line in format_record(run_file.read_run(path)).splitlines()
-               if line.startswith(f"{name} "))
-    assert row[3:5] == ["-", "-"]    # neither words by it, nor whether they are the same
 
 
 def test_what_may_be_below_0_is_measured():

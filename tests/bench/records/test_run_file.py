@@ -1,7 +1,14 @@
-"""Files: complete or not there, readable by others, and never lost."""
+"""Files: complete or not there, on full disks too, readable by others, and never lost."""
+
+import errno
 import multiprocessing
+import os
 import random
 import re
+import resource
+import signal
+import subprocess
+import sys
 import time
 from dataclasses import replace
 
@@ -11,7 +18,8 @@ import pytest
 
 from bench.cases.selection import select_rows
 from bench.errors import StoreError
-from bench.records import journal, run_file
+from bench.experiments.rows import resume
+from bench.records import atomic, journal, run_file
 from bench.records.measurements import Measurements, Variable
 from records import format_tables, made_up
 from support import ROOT
@@ -55,19 +63,6 @@ def test_many_labels_are_compressed(tmp_path):
         assert file["samples/repetition"].compression is None
 
 
-def test_datasets_have_units_and_named_dimensions(tmp_path):
-    with h5py.File(run_file.write_run(made_up(ROW), tmp_path, "a")) as file:
-        forward = file["samples/forward"]
-        assert forward.attrs["units"] == "s"
-        assert [dim[0].name for dim in forward.dims] == ["/samples/repetition", "/samples/rank"]
-        assert file["traffic/bytes"].attrs["units"] == "byte"
-        assert [dim.keys() for dim in file["traffic/words"].dims] == [
-            ["phase"], ["rank"], ["axis"], ["collective"]]
-        assert file["traffic/collective"].asstr()[0] == "all_gather"
-        assert file["published/forward_time"].attrs["units"] == "s"
-        assert file.attrs["schema_version"] == run_file.SCHEMA
-
-
 def test_the_page_s_lines_open_results_with_xarray_and_pandas(tmp_path, monkeypatch):
     """Of `bench/records/README.rst`, as they stand; the median is that of the tables."""
     for name in ("xarray", "h5netcdf", "pandas"):
@@ -85,15 +80,6 @@ def test_the_page_s_lines_open_results_with_xarray_and_pandas(tmp_path, monkeypa
         "forward"].size
 
 
-def test_a_name_that_is_taken_is_not_taken_again(tmp_path):
-    first = run_file.write_run(made_up(ROW, 0.25), tmp_path, "a")
-    second = run_file.write_run(made_up(ROW, 0.5), tmp_path, "a")
-    assert second.name == "a-20300102T030405Z-2.h5"
-    least, most = (run_file.read_run(file).samples["forward"].max() for file in (first, second))
-    assert least < most
-    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([first.name, second.name])
-
-
 FORK = multiprocessing.get_context("fork")    # a process in a moment, without starting MPI
 
 
@@ -103,7 +89,7 @@ def keep_writing(folder, count: int, pipe) -> None:
         pipe.send(run_file.write_run(made_up(ROW), folder, "a").name)
 
 
-def writer(*arguments):
+def start_writing(*arguments):
     """A process that runs `keep_writing`, and the names that it tells."""
     names, pipe = FORK.Pipe(duplex=False)
     process = FORK.Process(target=keep_writing, args=(*arguments, pipe))
@@ -123,7 +109,7 @@ def received(names) -> list[str]:
 
 
 def test_two_writers_in_one_folder_lose_nothing(tmp_path):
-    writers = [writer(tmp_path, 8) for _ in range(2)]
+    writers = [start_writing(tmp_path, 8) for _ in range(2)]
     names = [name for _, told in writers for name in received(told)]
     assert len(names) == 16 == len(set(names))
     assert {p.name for p in tmp_path.iterdir()} == set(names)
@@ -135,7 +121,7 @@ def test_a_kill_at_any_moment_loses_nothing_finished(tmp_path):
     delays = random.Random(1)
     finished = []
     for _ in range(8):
-        process, names = writer(tmp_path, 10 ** 6)
+        process, names = start_writing(tmp_path, 10 ** 6)
         finished.append(names.recv())
         time.sleep(delays.uniform(0.0, 0.05))
         process.kill()
@@ -162,3 +148,107 @@ def test_a_file_that_cannot_be_is_refused_and_a_device_is_not(tmp_path):
                       (tmp_path / ("a" * 300), "cannot be written .File name too long")):
         with pytest.raises(StoreError, match=f"--trace .* {why}"):
             journal.check_output(name, "--trace")
+
+
+# Writes a file and says so when a part of it is on the disk, before the rest.
+WRITER = """
+import os, sys
+from pathlib import Path
+from bench.records import atomic
+fsync = os.fsync
+def pause(descriptor):
+    print("part", flush=True)
+    sys.stdin.read()
+    fsync(descriptor)
+os.fsync = pause
+getattr(atomic, sys.argv[1])(Path(sys.argv[2]), b"new")
+"""
+
+
+@pytest.fixture
+def writer(tmp_path):
+    """Starts a writer that stops in the middle; it goes on when its input ends."""
+    begun = []
+
+    def start(call: str, name: str) -> subprocess.Popen:
+        begun.append(subprocess.Popen(
+            [sys.executable, "-c", WRITER, call, str(tmp_path / name)], stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, text=True))
+        assert begun[-1].stdout.readline() == "part\n"
+        return begun[-1]
+
+    yield start
+    for one in begun:
+        one.kill()
+        one.communicate()
+
+
+def names(folder) -> list[str]:
+    return sorted(os.listdir(folder))
+
+
+def test_a_file_is_replaced_and_another_never(tmp_path):
+    path = tmp_path / "a.toml"
+    atomic.replace(path, "old")
+    atomic.replace(path, b"new")
+    assert path.read_bytes() == b"new"
+    with pytest.raises(FileExistsError):
+        atomic.create_file(path, b"other")
+    assert path.read_bytes() == b"new" and names(tmp_path) == ["a.toml"]
+
+
+def test_a_pipe_or_a_device_is_written_to_and_stays_one(tmp_path):
+    os.mkfifo(path := tmp_path / "pipe")
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    atomic.replace(path, "text")
+    assert os.read(reader, 9) == b"text" and path.is_fifo() and names(tmp_path) == ["pipe"]
+    os.close(reader)
+
+
+@pytest.mark.parametrize("write", [atomic.create_file, atomic.replace])
+def test_what_finds_no_room_leaves_nothing(tmp_path, write):
+    path = tmp_path / "a.h5"
+    if write is atomic.replace:
+        atomic.replace(path, "old")
+    before, limits = names(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
+    try:
+        with pytest.raises(OSError) as caught:
+            write(path, bytes(1 << 17))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert caught.value.errno == errno.EFBIG and names(tmp_path) == before
+    assert write is atomic.create_file or path.read_text() == "old"
+
+
+def test_a_killed_writer_leaves_the_old_file_and_its_part_is_tidied_away(tmp_path, writer):
+    (tmp_path / "a.txt").write_text("old")
+    (tmp_path / "mine.part").write_text("of somebody else")
+    (tmp_path / "mine-0123abcd.part").mkdir()    # which cannot be opened
+    killed, alive = writer("replace", "a.txt"), writer("replace", "b.txt")
+    killed.kill()
+    killed.wait()
+    assert (tmp_path / "a.txt").read_text() == "old" and len(names(tmp_path)) == 5
+    resume.remove_parts_of_files(tmp_path)
+    assert [name.partition("-")[0] for name in names(tmp_path)] == [
+        "a.txt", "b", "mine", "mine.part"]
+    alive.communicate("")
+    assert alive.returncode == 0 and (tmp_path / "b.txt").read_text() == "new"
+    assert names(tmp_path) == ["a.txt", "b.txt", "mine-0123abcd.part", "mine.part"]
+
+
+def test_the_last_of_two_writers_has_the_file(tmp_path, writer):
+    first = writer("replace", "a.txt")
+    atomic.replace(tmp_path / "a.txt", "second")
+    first.communicate("")
+    assert (tmp_path / "a.txt").read_text() == "new" and names(tmp_path) == ["a.txt"]
+
+
+def test_a_second_writer_of_a_new_file_is_refused(tmp_path, writer):
+    first = writer("create_file", "a.h5")
+    with pytest.raises(FileExistsError):
+        atomic.create_file(tmp_path / "a.h5", b"second")
+    first.communicate("")
+    assert (tmp_path / "a.h5").read_text() == "new" and names(tmp_path) == ["a.h5"]

@@ -13,8 +13,8 @@ from bench.document import Notes
 from bench.records import run_file
 from bench.records.folder import read_folder
 from bench.reports import paper_tables
-from bench.reports.figures import (against_ranks, every_figure, experts, roofline_and_memory,
-                                   style, time_shares)
+from bench.reports.figures import (against_ranks, every_figure, roofline_and_memory, style,
+                                   time_shares, training)
 from bench.reports.merit import merit_table
 from mm3d.grid.axis import COLLECTIVES
 from records import (PARTS, drawn, limited, made_up, matmul_record, traced, write_all,
@@ -288,9 +288,9 @@ def test_trainings_that_are_compared_differ_in_nothing_else():
     first = run_file.read_run(path)
     other, third = (replace(first, configuration=first.configuration | {
         "experts_balance": 0.5, "dropout": dropout}) for dropout in (0.0, 0.1))
-    assert experts.comparable_trainings([first, other, third]) == sorted(
-        [first, other], key=experts.balance_of)
-    assert experts.comparable_trainings([first, third]) == []
+    assert training.comparable_trainings([first, other, third]) == sorted(
+        [first, other], key=training.balance_of)
+    assert training.comparable_trainings([first, third]) == []
 
 
 def test_each_beginning_of_a_name_is_that_of_a_figure(tmp_path, capsys):

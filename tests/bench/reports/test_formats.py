@@ -1,21 +1,29 @@
-"""One document in every format, and the tables of microbenchmarks."""
+"""One document in every format, tables of microbenchmarks, and formats of files in words."""
+
 import csv
 import io
 import json
 import math
 import re
+import typing
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 
 from bench.__main__ import main
 from bench.cases.paper import load_tables
 from bench.document import Column, Notes, Number, Table
+from bench.errors import UsageError
+from bench.prediction.machine_model import Achieved, Curve, Level, Line, Machine
+from bench.prediction.meshes.rules_of_thumb import Rule, Rules, load_rules
+from bench.prediction.model_file import ModelFile, load_model
 from bench.records import run_file
 from bench.records.measurements import Measurements, Variable
 from bench.reports import formats, micro_tables
 from bench.reports.formats import render
+from bench.reports.log_tables import HEAD, describe_fields
 from mm3d.tracing import dry_run
 from records import format_tables, invented, made_up, matmul_record
 
@@ -227,3 +235,55 @@ def test_a_folder_of_microbenchmarks_alone_has_tables(tmp_path):
     assert "Table 1" not in text
     # Of two runs of the same product the latest is shown.
     assert text.count("abt 64 x 32 x 16  ") == 2 and " 8.000 " in text and " 4.000 " in text
+
+
+FORMATS = (Machine, Level, Achieved, Curve, Line, ModelFile, Rules, Rule)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_docstring_tells_all_fields_and_no_other(kind):
+    """Also whether each is optional, which fields told together share."""
+    heads = [head for line in describe_fields(kind)
+             if (head := HEAD.fullmatch(line.removeprefix("  ")))]
+    told = {name: head[2].endswith("; optional")
+            for head in heads for name in head[1].split(", ")}
+    assert told == {field.name: not field.required for field in msgspec.structs.fields(kind)}
+
+
+def test_all_parts_of_a_format_are_told():
+    """No class that a file may contain is left out of `FORMATS`."""
+    inner = {one for kind in FORMATS for field in msgspec.structs.fields(kind)
+             for one in (field.type, *typing.get_args(field.type))
+             if isinstance(one, type) and issubclass(one, msgspec.Struct)}
+    assert inner and inner <= set(FORMATS)
+
+
+@pytest.mark.parametrize("option, said", [
+    ("machine", "Fields of node and network:"), ("model", "layers, hidden, heads"),
+    ("rules", "Fields of each table of rules:")])
+def test_help_prints_a_format_and_a_file_that_has_it(option, said, capsys):
+    assert main(["plan", f"--{option}", "help"]) == 0
+    text = capsys.readouterr().out
+    assert said in text and 'name = "' in text or 'title = "' in text
+
+
+@pytest.mark.parametrize("text, said", [
+    ("layer = 3", "; did you mean layers?"),
+    ('name = "m"\nlayers = 2', "missing required fields hidden, heads, vocab, seq"),
+    ('name = "m"\nlayers = 2\nhidden = 8\nheads = 2\nvocab = "9"\nseq = 4',
+     "vocab: a whole number would do, not a text"),
+    ("layers = = 2", "Invalid value")])
+def test_a_wrong_model_file_is_told_in_words(tmp_path, text, said):
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    with pytest.raises(UsageError) as error:
+        load_model(str(path))
+    line = str(error.value)
+    assert line.startswith(f"model file {path}: ") and said in line and "\n" not in line
+
+
+def test_a_file_that_is_no_table_of_fields(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text('title = "t"\nsource = "s"\nbatches = "b"\nrules = 3')
+    with pytest.raises(UsageError, match="rules: a list would do, not a whole number"):
+        load_rules(str(path))

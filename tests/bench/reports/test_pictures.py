@@ -23,8 +23,7 @@ from bench.reports.figures.rank_panels import LayerParts, RankPanels
 from mm3d.grid.shape import GridShape
 from mm3d.model.stack import Stack
 from mm3d.schemes import find_scheme
-from mm3d.tracing.block_moves import product_story
-from mm3d.tracing.layer_moves import layer_story, small_sizes
+from mm3d.tracing.block_moves import layer_story, product_story, small_sizes
 from records import limited
 from support import ROOT
 

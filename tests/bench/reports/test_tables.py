@@ -136,22 +136,6 @@ def test_rows_with_equal_tokens():
         rows_by_name("weak:3d:4d", 64)
 
 
-def test_equal_tokens_have_rows_of_their_own_in_the_speed_ups(tmp_path):
-    """And are nowhere taken for the rows of the tables."""
-    rows = [row for row in select_rows("weak", "1d,3d") if row.gpus == 8]
-    for k, row in enumerate([*rows, *equal_token_rows(rows)]):
-        one = make_case(row, "laptop")
-        run = made_up(row, *[(k + 1) * one.sizes.batch / 2] * 2)
-        run.configuration.update({"equal_tokens": row.like} if row.like else {})
-        run_file.write_run(run, tmp_path, one.name)
-    found = read_folder(tmp_path).results[0]
-    assert len(found.runs) == len(found.equal) == 2 and found.earlier == 0
-    lines = [line.split("|")[1].split()[:5] for line in format_tables(tmp_path).splitlines()
-             if line.startswith("over 1-D") and "missing" not in line]
-    assert lines == [["30", "96", "960", "3072", "0.50x"], ["96", "96", "3072", "3072", "1.50x"],
-                     ["30", "30", "960", "960", "0.25x"]]
-
-
 def test_each_machine_is_said_with_its_rows(tmp_path):
     for row in [*select_rows("weak", "3d"), *select_rows("strong", "3d")]:
         run = made_up(row)

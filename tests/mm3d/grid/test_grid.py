@@ -13,7 +13,7 @@ from mm3d.grid.axis import COLLECTIVES, Traffic
 from mm3d.grid.split import Split
 from mm3d.selftest import failed_collectives
 from mm3d.transport.pending import Pending
-from reference import all_refuse, every_grid, grids, integers, on_grid, total
+from reference import all_refuse, every_grid, grids, integers, on_grid
 
 # Which block goes where is what a transport decides: each case is one of its own.
 pytestmark = [pytest.mark.usefixtures("transport"), pytest.mark.every_transport]
@@ -385,23 +385,6 @@ def test_traffic_of_one_call_each(comm):
             assert grid.traffic() == ({} if n == 1 else {
                 ("x", kind): Traffic(1, messages, words, words * np.dtype(dtype).itemsize)
                 for kind, (messages, words) in expected.items()})
-
-
-@pytest.mark.ranks(8)
-def test_traffic_adds_up_by_direction_until_it_is_reset(comm):
-    with on_grid(comm, 4, 2, 1) as grid:
-        for _ in range(3):
-            grid.x.all_gather(integers((2, 5), 0, "float32"))
-        grid.y.all_gather(integers((2, 5), 0, "float32"), 1)
-        grid.z.all_gather(integers((2, 5), 0, "float32"))
-        assert grid.traffic() == {("x", "all_gather"): Traffic(3, 9, 90, 360),
-                                  ("y", "all_gather"): Traffic(1, 1, 10, 40)}
-        grid.reset_traffic()
-        assert grid.traffic() == {}
-        grid.y.all_reduce(integers((3,), 0))
-        mine = grid.traffic()["y", "all_reduce"].words
-        assert mine == 2 * (3 - [2, 1][grid.coords["y"]])
-        assert total(comm, {"y": mine}) == {"y": 4 * 2 * 1 * 3}
 
 
 # --- Memory --------------------------------------------------------------------------------

@@ -120,6 +120,14 @@ def test_no_grid_moves_less_than_the_lower_bound(m, n, k, ranks):
             assert sum(move.words for move in forward) / ranks >= bound * (1 - 1e-12), sizes
 
 
+def test_the_bound_is_continuous_where_its_regimes_meet():
+    """At P = m/n and P = mn/k^2, for sides m >= n >= k."""
+    m, n, k = 4096, 512, 64
+    for ranks in (m // n, m * n // k ** 2):
+        below, at, above = (cost.lower_bound(m, n, k, ranks + d) for d in (-1e-9, 0, 1e-9))
+        assert below == pytest.approx(at) == pytest.approx(above)
+
+
 @pytest.mark.parametrize("keep, forward, backward", [
     ("none", 19, 25), ("weight", 19, 21), ("both", 19, 17)])
 def test_calls_and_words_of_a_layer_on_a_cube(keep, forward, backward):

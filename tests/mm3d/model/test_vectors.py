@@ -9,7 +9,8 @@ import pytest
 import mm3d
 from mm3d.grid.activations import Space
 from mm3d.model.functional import sum_rows
-from mm3d.model.vectors import Vector, join_vectors
+from mm3d.model.joined_vectors import join_vectors
+from mm3d.model.vectors import Vector
 from reference import (every_grid, grids, grids_and_squares, integers, moved, on_grid, schemes,
                        total, words)
 

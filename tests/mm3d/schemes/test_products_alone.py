@@ -8,7 +8,7 @@ import pytest
 import mm3d
 from bench.experiments.products.problem import Problem, product_grid
 from bench.records.kinds.products import copied_along
-from mm3d.schemes.products_alone import algorithms_with_products
+from mm3d.schemes import algorithms_with_products
 from mm3d.tracing.dry_arrays import DryBackend
 from mm3d.transport.communicators import DryCommunicator
 from products import FORMS

@@ -9,8 +9,7 @@ from mm3d.grid.layout import Layout
 from mm3d.grid.shape import GridShape
 from mm3d.schemes import find_scheme
 from mm3d.tracing import block_moves, block_replay
-from mm3d.tracing.block_moves import product_story
-from mm3d.tracing.layer_moves import layer_story, small_sizes
+from mm3d.tracing.block_moves import layer_story, product_story, small_sizes
 
 GRIDS = [("3d", (2, 2, 2)), ("3d", (4, 2, 1)), ("3d", (1, 1, 3)), ("faces", (2, 2, 2)),
          ("1d", (4,)), ("1d-sp", (4,)), ("2d", (3, 3)), ("2.5d", (2, 2, 2)), ("serial", (1,))]

@@ -120,22 +120,6 @@ def test_different_grids_in_different_stages(comm):
     assert comm.allreduce(pipeline.hops.traffic.words) == words
 
 
-@pytest.mark.ranks(2, slow=(4,))
-@pytest.mark.parametrize("again", ["full", pytest.param("selective", marks=pytest.mark.slow),
-                                   pytest.param("uniform:2", marks=pytest.mark.slow)])
-def test_with_recomputation(comm, again):
-    """The same bits, and the words that the closed form of the stages' layers states."""
-    grid = (comm.size // 2, 1, 1)
-    mesh = mm3d.Mesh(comm, 2, "3d", grid)
-    expected = run_one_stage(mesh.scheme)
-    for name in ("interleaved:2", "1f1b")[:1 + (comm.size > 2)]:
-        pipeline = mm3d.Pipeline(mesh, name, **SIZES, microbatches=M, recompute=again,
-                                 synchronous=True, asleep=True)
-        pipeline.reset_traffic()
-        assert not differing(run_pipeline(pipeline), expected), name
-        assert words_inside(mesh) == (words_of_layers(pipeline, "3d") if comm.size > 2 else {})
-
-
 @pytest.mark.ranks(1, 2)
 def test_state_has_the_names_and_values_of_one_stage(comm):
     """Guards against a wrong stage map of V schedules, which have the first and the last layers

@@ -7,7 +7,7 @@ import pytest
 
 import mm3d
 from mm3d.grid.split import Split
-from mm3d.transport import barrier, call_check
+from mm3d.transport import barrier
 from mm3d.transport.segments import MESSAGE_BYTES, SEGMENT_BYTES
 from reference import integers, on_grid
 
@@ -162,10 +162,10 @@ def test_a_call_names_its_dtype(name):
         dtype = np.dtype(pytest.importorskip("ml_dtypes").bfloat16)
     else:
         dtype = np.dtype(name)
-    one, other = (call_check.encode_call(call_check.ALL_REDUCE, dtype, shape)
+    one, other = (barrier.encode_call(barrier.ALL_REDUCE, dtype, shape)
                   for shape in ((3,), (4,)))
-    assert call_check.format_call(one) == f"all-reduce of (3,) in {name}"
-    message = call_check.format_call_difference([(0, one), (1, other)])
+    assert barrier.format_call(one) == f"all-reduce of (3,) in {name}"
+    message = barrier.format_call_difference([(0, one), (1, other)])
     assert f"rank 1: all-reduce of (4,) in {name}" in message
 
 

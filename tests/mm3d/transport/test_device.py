@@ -339,7 +339,6 @@ def test_a_device_transport_does_not_carry_host_arrays(comm, monkeypatch):
 def test_a_job_that_does_not_end_proves_nothing(tmp_path, monkeypatch):
     """Nor one that fails, nor an MPI that says no; each answer is asked for once."""
     find, python, mpirun = on_devices.find_problem.__wrapped__, sys.executable, tmp_path / "mpirun"
-    monkeypatch.setattr(on_devices, "claims_cuda_support", lambda: True)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))    # mpirun is beside it
     mpirun.touch(0o755)
     monkeypatch.setenv("SLURM_JOB_ID", "7")    # of which the job knows nothing
@@ -351,11 +350,9 @@ def test_a_job_that_does_not_end_proves_nothing(tmp_path, monkeypatch):
             (2, "import time; time.sleep(60)", "did not end within 2 seconds"),
             (60, "raise SystemExit(3)", "ended with status 3"), (60, alone, "")):
         mpirun.write_text(f"#!{python}\n{program}\n")
-        monkeypatch.setattr(on_devices, "PROOF_SECONDS", seconds)
-        found = find()
+        found = find(seconds, lambda: True)
         assert found.endswith(expected) and bool(found) == bool(expected), found
-    monkeypatch.setattr(on_devices, "claims_cuda_support", lambda: False)
-    assert "says that it does not" in find()
+    assert "says that it does not" in find(claim=lambda: False)
 
 
 # --- The backend ---------------------------------------------------------------------------

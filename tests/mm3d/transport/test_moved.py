@@ -206,7 +206,7 @@ def test_a_run_records_what_its_transport_moved(comm, monkeypatch, tmp_path, kin
     everyone = np.stack(comm.allgather(found), axis=2)
     run = made_up(select_rows("weak", "3d")[0])
     run.configuration["transport"] = kind
-    traffic = dict(zip((*model_run.COUNTS, "moved"), everyone))
+    traffic = dict(zip((*model_run.TRAFFIC_COUNTS, "moved"), everyone))
     run.groups["traffic"] = traffic_group(traffic, traffic["words"].sum(axis=1), model_run.AXES)
     read = run_file.read_run(run_file.write_run(run, tmp_path, "a"))
     assert all(np.array_equal(read.traffic[name], run.traffic[name], equal_nan=True)

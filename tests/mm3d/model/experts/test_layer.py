@@ -125,19 +125,6 @@ def test_recomputation_changes_no_bit(policy):
     assert len(again.routings.totals) == 2    # of the forward alone
 
 
-def test_halves_of_backward_and_counted_memory():
-    many = model(ALL)
-    expected = step(many)
-    many.zero_gradients()
-    x, dy = activations(many)
-    y, saved = many.forward(many.shard(x))
-    assert many.saved_bytes(saved) > model().saved_bytes(model().forward(x)[1])
-    dx, operands = many.backward_input(many.shard(dy), saved)
-    many.backward_weights(operands)
-    assert np.array_equal(dx, expected["dx"])
-    assert all(np.array_equal(a, expected[name]) for name, a in many.gradients().items())
-
-
 @pytest.mark.parametrize("dtype, bound", [("float32", 2e-5), ("float16", 3e-2)])
 def test_narrow_types_route_in_float32(dtype, bound):
     options = {"master": "float32"} if dtype == "float16" else {}

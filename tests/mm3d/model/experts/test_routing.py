@@ -208,7 +208,7 @@ def test_closed_values_of_the_balance_loss(convention, top, uniform, collapsed):
     experts = Experts(5, top=top, balance=0.01, convention=convention)
     for expected, alike in (uniform, False), (collapsed, True):
         choice = routed(experts, alike)
-        value, _ = balance_loss(choice, experts, counts(choice.chosen, 5), 40, layers=4)
+        value, _ = balance_loss(choice, counts(choice.chosen, 5), 40, layers=4)
         assert value.shape == (1,) and value.dtype == np.float64
         assert np.isclose(value[0], 0.01 * expected, rtol=1e-7)
 
@@ -224,9 +224,9 @@ def test_losses_against_central_differences(gate):
     """The shares are those of other tokens too, and stay."""
     z, experts = logits(), Experts(COUNT, top=2, gate=gate, balance=0.3)
     total = np.array([[7, 3, 1, 9, 2], [1, 1, 8, 2, 10]])
-    value, dz = balance_loss(choose(z, experts), experts, total, 22)
+    value, dz = balance_loss(choose(z, experts), total, 22)
     expected = derivative(
-        lambda moved: balance_loss(choose(moved, experts), experts, total, 22)[0][0], z)
+        lambda moved: balance_loss(choose(moved, experts), total, 22)[0][0], z)
     assert np.allclose(dz, expected, atol=1e-9) and np.abs(dz).max() > 1e-3
     p = choose(z, experts).probabilities
     assert np.isclose(value[0], 0.3 * 5 * (total.sum(0) / 44 * p.sum(0) / 22).sum())
