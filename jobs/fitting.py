@@ -55,7 +55,7 @@ def fit_row(site: Site, case: AnyCase, recompute: str | None = None) -> RowFit:
         return RowFit(recompute or "none")
     if trains:    # with its optimizer
         model = PipelineModel.of(case.measured, case.ranks)
-        found = max(peak_bytes(model, stage, optimizer=True)
+        found = max(peak_bytes(model, stage, optimizer=True)[0]
                     for stage in {0, case.config.division.stages - 1})
         return RowFit(recompute, found, found <= most, chosen=True)
     how, scheme = case.variant, case.row.scheme

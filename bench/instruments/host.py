@@ -119,8 +119,8 @@ def cluster_environment(cluster: Cluster | None) -> dict[str, Setting]:
             "emulated_ranks_per_node": cluster.ranks,
             "emulated_link_rate": math.inf if cluster.link is None else cluster.link,
             "emulated_latency": cluster.latency,
-            "emulated_congestion_control": _text(
-                Path("/proc/sys/net/ipv4/tcp_congestion_control")).strip()}
+            "emulated_congestion_control": Path(
+                "/proc/sys/net/ipv4/tcp_congestion_control").read_text("ascii").strip()}
 
 
 def command_line(argv: list[str]) -> str:

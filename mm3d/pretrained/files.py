@@ -62,7 +62,8 @@ def find_tensors(folder: Path, kind: str) -> dict[str, Tensor]:
             remedy = "pip install ml_dtypes" if one.dtype == MORE else f"{', '.join(known)}"
             raise ValueError(f"{folder}: tensor {one.name!r} is in {one.dtype}, which nothing "
                              f"here has: {remedy} would do")
-    lost = [name for name in places if name and canonical(kind, name) not in {None, *found}]
+    known = {None, *found}
+    lost = [name for name in places if name and canonical(kind, name) not in known]
     if lost:
         raise ValueError(f"{folder}: tensor {lost[0]!r} is in the index, and not in "
                          f"{places[lost[0]].name}")

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -108,8 +109,7 @@ def _read_blocks(parameters: list[Parameter], pieces: Mapping[str, list[Piece]],
                  tensors: Mapping[str, Tensor]) -> None:
     """Read this rank's blocks into the masters."""
     with ExitStack() as closing:
-        opened = {file: closing.enter_context(safetensors().safe_open(file, "np"))
-                  for file in {tensor.file for tensor in tensors.values()}}
+        opened = cache(lambda file: closing.enter_context(safetensors().safe_open(file, "np")))
         for p in parameters:
             place = p.layout.slices(p.grid, p.shape)
             block = np.empty([s.stop - s.start for s in place], host_dtype(p.master))
@@ -117,7 +117,7 @@ def _read_blocks(parameters: list[Parameter], pieces: Mapping[str, list[Piece]],
                 if part := piece.within(place):
                     index, box = part
                     tensor = tensors[piece.tensor]
-                    found = opened[tensor.file].get_slice(tensor.name)[box]
+                    found = opened(tensor.file).get_slice(tensor.name)[box]
                     block[index] = found.T if piece.transposed else found
             if block.size:
                 p.grid.backend.copy_from_host(block, p.master)

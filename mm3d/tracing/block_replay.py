@@ -209,7 +209,8 @@ class Replay:
             count = [block.size * (rank != root) for rank in line]
         _require([words[rank] for rank in line] == count, f"ranks {line} count other words")
         for rank, goal in goals.items():
-            self.terms[rank][goal] = inner
+            own = self.terms[rank].get(goal, frozenset())
+            self.terms[rank][goal] = _united([own, inner])
             yield from (Travel(source, rank, goal) for source in line if source != rank)
 
     def _settle(self, result: str, whole: int) -> None:

@@ -157,11 +157,17 @@ def extrapolate(trace_of: Callable[[int], Trace], layers: int, period: int,
     All groups of `period` layers are alike (in a pipeline `period` counts those of all stages), so
     each group beyond the third adds what the third adds to the first two.  The smaller of the two
     models that are run has `least` groups; 1 would do for events, where neighbours alone meet.
+    Where the peak of memory lies elsewhere in the larger one, more groups are run.
     """
     groups, left = divmod(layers, period)
     if groups <= least + 1:
         return trace_of(layers)
     two, three = (trace_of(n * period + left) for n in (least, least + 1))
+    while not 0 <= three.activations - two.activations <= three.peak - two.peak:
+        least += 1
+        if groups <= least + 1:
+            return trace_of(layers)
+        two, three = three, trace_of((least + 1) * period + left)
 
     def beyond(second: int, third: int) -> int:
         return third + (groups - least - 1) * (third - second)

@@ -61,14 +61,15 @@ class Worker:
         """Receive, `run` actions and send; results for the next action arrive meanwhile."""
         self._results: dict[Completion, Array] = {}    # on this rank and not used yet
         receives = deque(one for one in program if one.kind == "receive")
-        begun: dict[Completion, Any] = {}
+        # Kept, as an error may leave receives pending, into whose buffers MPI may still write.
+        self._begun: dict[Completion, Any] = {}
         for operation in program:
             last = operation.index + len(operation.actions)
             while operation.kind != "send" and receives and receives[0].index <= last:
                 one = receives.popleft()
-                begun[one.event] = self.hops.begin_receive(one.event, one.other)
+                self._begun[one.event] = self.hops.begin_receive(one.event, one.other)
             if operation.kind == "receive":
-                arriving = begun.pop(operation.event)
+                arriving = self._begun.pop(operation.event)
                 self._results[operation.event] = self.hops.complete(arriving)
             elif operation.kind == "send":
                 self.hops.send(operation.event, self._results.pop(operation.event),

@@ -73,8 +73,20 @@ class DryCommunicator:
         """Return this rank's object once for each rank, as if all gave the same."""
         return [own] * self.size
 
-    def Isend(self, buffer: Any, target: int, tag: int) -> MPI.Request:
-        """Send nothing, which is complete at once."""
-        return MPI.REQUEST_NULL
+    def Isend(self, buffer: Any, target: int, tag: int) -> "DryRequest":
+        """Send nothing."""
+        return DryRequest()
 
     Issend = Irecv = Isend
+
+
+class DryRequest:
+    """Stand in for the request of a message, complete at once, where MPI may not be initialized.
+    """
+
+    def Test(self) -> bool:
+        """Return True."""
+        return True
+
+    def Wait(self) -> None:
+        """Do nothing."""

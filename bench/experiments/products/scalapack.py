@@ -266,12 +266,14 @@ def load_libraries(comm, dtype: str, load: Callable[[], ctypes.CDLL] = load_scal
 @contextlib.contextmanager
 def _use_transport(transport: str) -> Iterator[None]:
     """Let new grids use a transport within the block."""
-    before = os.environ.get("MM3D_TRANSPORT", "")
-    os.environ["MM3D_TRANSPORT"] = transport or before
+    before = dict(os.environ)
+    if transport:
+        os.environ["MM3D_TRANSPORT"] = transport
     try:
         yield
     finally:
-        os.environ["MM3D_TRANSPORT"] = before    # the default one if it is ""
+        os.environ.pop("MM3D_TRANSPORT", None)
+        os.environ.update(before)
 
 
 def compare_products(products: ScalapackProducts, calls: int,

@@ -237,11 +237,15 @@ class TorchGPT:
     def __init__(self, torch: Any, state: dict[str, Any], heads: int,
                  routing: dict[str, Any] | None = None) -> None:
         self.torch, self.heads = torch, heads
-        self.p = {name: torch.from_numpy(a.copy()).requires_grad_(
-            not name.endswith("router.bias")) for name, a in state.items()}
-        self.layers = [named_below(f"layers.{n}.", self.p)
-                       for n in range(sum(name.endswith("ln1.weight") for name in state))]
+        self.use({name: torch.from_numpy(a.copy()).requires_grad_(
+            not name.endswith("router.bias")) for name, a in state.items()})
         self.experts = TorchExperts(torch, routing) if routing else None
+
+    def use(self, p: dict[str, Any]) -> None:
+        """Compute with these parameters, tensors by name."""
+        self.p = p
+        self.layers = [named_below(f"layers.{n}.", p)
+                       for n in range(sum(name.endswith("ln1.weight") for name in p))]
 
     def loss(self, tokens: Any, targets: Any) -> Any:
         """Compute the mean cross entropy, from logits of 32 bits at least."""

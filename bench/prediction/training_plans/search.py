@@ -36,10 +36,8 @@ class TrainingPlan:
     ends: str = "both"
 
     @cached_property
-    def fullest(self) -> tuple[int, int]:
-        """Return the stage that needs the most memory, and its peak bytes, by a dry run of a step.
-
-        It takes some seconds.
+    def fullest(self) -> tuple[int, int, int]:
+        """Return what `fullest_stage` does, by a dry run of a step that takes some seconds.
         """
         return fullest_stage(self.model, optimizer=True, ends=self.ends)
 
