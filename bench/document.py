@@ -34,8 +34,8 @@ def number_cell(value: float, form: str = ".4g", missing: str = "-") -> Number:
 class Column:
     """A column of a table: heading in two lines, alignment, and how to make its cell from a row.
 
-    `group` is a title shared with neighbouring columns.  Columns are aligned to the right, to the
-    left (as the first always is), or, in text, with decimal points below each other.  `of` returns
+    `group` is a title shared with neighbouring columns.  `align` is ">" to the right, "<" to the
+    left (as the first always is), or, in text, "." with points below each other.  `of` returns
     the cell of a row: a text, a count, or a number that `form` and `missing` print, see
     `number_cell`.
     """

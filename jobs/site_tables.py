@@ -18,7 +18,7 @@ class Slurm(SiteTable):
     time: str    # the limit of each row's job, in Slurm's notation (2:00:00)
     # Limits that replace it for jobs on exactly this many ranks: 64 = "8:00:00".
     time_by_ranks: dict[str, str] = {}
-    partition: str | None = None
+    partition: str | None = None    # these four as sbatch calls them
     account: str | None = None
     qos: str | None = None
     constraint: str | None = None
@@ -28,15 +28,16 @@ class Slurm(SiteTable):
     gpu_option: Literal["gpus-per-node", "gres", "none"] = "gpus-per-node"
     gres: str | None = None    # other generic resources of each node, such as nvme:1
     exclusive: bool = True     # nodes are not shared with other jobs
-    warning: int = 180    # seconds before the limit at which a job ends its row as it is
+    # Seconds before the limit at which a job ends its row with the repetitions so far.
+    warning: int = 180
     options: list[str] = []    # more of sbatch, such as --mem=0; none that the job sets itself
 
 
 class Collect(SiteTable):
     """Options of the last job, of one task without a GPU: it collects and draws.
 
-    Those of None are as in ``[slurm]``; but with a partition of its own, qos, constraint and
-    options are not.
+    Those of None are as in ``[slurm]``; with a partition of its own, qos, constraint and options
+    are Slurm's defaults instead.
     """
 
     time: str = "0:20:00"

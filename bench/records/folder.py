@@ -164,7 +164,11 @@ def cluster_of(run: Measurements) -> str:
 
 
 def results_by_preset(runs: list[Run]) -> list[Results]:
-    """Return the rows by preset, in its order, variant, and policies and clusters if several."""
+    """Return rows by preset, in the presets' order, variant, policy and emulated cluster.
+
+    Policies are kept apart if some row was measured with several, clusters always; these are named
+    if there are several.
+    """
     policies: dict[tuple, set[str]] = {}    # of each row of a preset and variant
     for run in runs:
         if not run.configuration["overridden"]:

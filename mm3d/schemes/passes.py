@@ -19,12 +19,12 @@ class Pass:
     It is a context manager for one pass and is passed down to the layers, which hold nothing
     themselves: any number of micro-batches can be between forward and backward.
 
-    `vectors` has, by the identity of a parameter, the `mm3d.model.vectors.JoinedVectors` that it
-    is joined with, in the order in which forward uses each of them once.  Others are gathered and
-    summed alone.  `gathers` says whether the pass is forward: what backward recomputes is a part
-    of a block alone, and gathers each vector when it is used.  A list `later` makes the pass the
-    first half of backward, and gets what the second needs.  A layer with a weight has a `product`
-    and a `weight`, such as `mm3d.model.layers.Linear`.
+    `vectors` has, by the identity of a parameter, the `mm3d.model.joined_vectors.JoinedVectors`
+    that it is joined with, in the order in which forward uses each of them once.  Others are
+    gathered and summed alone.  `gathers` says whether the pass is forward: what backward
+    recomputes is a part of a block alone, and gathers each vector when it is used.  A list `later`
+    makes the pass the first half of backward, and gets what the second needs.  A layer with a
+    weight has a `product` and a `weight`, such as `mm3d.model.layers.Linear`.
     """
 
     sums_at_once = True    # as soon as all terms are there, not at the end of the pass

@@ -12,7 +12,8 @@ class Product(ABC):
     """Compute the distributed C = A B of a linear layer, and its gradients.
 
     A parallelism defines three forms: C = A B, dA = dC B^T and dB = A^T dC.  Operands and results
-    are this rank's blocks, in the layouts of A, B and C; some operands come `Gathered`.
+    are this rank's blocks, in the layouts of A, B and C.  With a Split `c` the operand dC of `abt`
+    and `atb` may come `Gathered`; with `a`, A, too: `mm3d.grid.split.gather` takes both.
 
     Attributes
     ----------
@@ -63,7 +64,7 @@ class Product(ABC):
 
     def gather_once(self, operand: Operand, split: Split | None) -> Operand:
         """Gather an operand of two products once for both, in a scheme that gathers."""
-        return Gathered(gather(operand, split))
+        return operand if split is None else Gathered(gather(operand, split))
 
     def forward(self, A: Array, B: Array) -> tuple[Array, Any]:
         """Compute C = A B; return it with the data that backward needs."""
@@ -84,7 +85,10 @@ class Product(ABC):
         return self.atb(*operands)
 
     def recompute_saved(self, A: Array) -> Any:
-        """Return the data that `backward` needs, without C."""
+        """Return the data that `backward` needs, without C.
+
+        A product whose `forward` saves other data than A overrides it.
+        """
         return A
 
     def forward_transposed(self, C: Array, B: Array) -> Array:

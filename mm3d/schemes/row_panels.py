@@ -66,6 +66,7 @@ class _JoinedPanels(Pending):
     """Hold the sums of panels, which `finish` completes one by one; with the last one go all."""
 
     def wait(self) -> Array:
-        self.finish()
+        if self.finish is not None:
+            self.finish()
         self.finish = self.request = None
         return self.out

@@ -208,14 +208,17 @@ class Scheme(GridAlgorithm):
     def grids(cls, ranks: int) -> list[GridShape]:
         """List all grids that the scheme can use on `ranks` ranks, by ascending sizes.
 
-        Raises the ValueError of `default_grid` when there are none.
+        Raises the ValueError of `default_grid` or `check_grid` when there are none.
         """
         found = []
         for shape in map(cls.grid_shape, factorizations(ranks, len(cls.directions))):
             with suppress(ValueError):
                 cls.check_grid(shape)
                 found.append(shape)
-        return found or [cls.grid_shape(cls.default_grid(ranks))]
+        if not found:
+            found = [cls.grid_shape(cls.default_grid(ranks))]
+            cls.check_grid(found[0])
+        return found
 
     @classmethod
     def local_products(cls, sizes: Mapping[str, int], product: ProductShape,

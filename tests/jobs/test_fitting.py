@@ -6,6 +6,7 @@ import pytest
 
 import mm3d
 from bench.__main__ import main
+from bench.cases import combined
 from bench.cases.case import make_case, row_stack
 from bench.cases.paper import load_tables
 from bench.cases.selection import select_rows
@@ -99,3 +100,11 @@ def test_every_published_row_fits_the_paper_s_gpus(gpus):
     assert rows
     for row in rows:
         assert fitting.fit_row(load_site("gpu4"), make_case(row, "paper")).fits, row
+
+
+def test_a_training_fits_with_its_optimizer_or_not():
+    one = combined.list_cases()[0]
+    found = fitting.fit_row(site(gpu_memory="16 GB"), one)
+    assert found.fits and found.chosen and found.recompute == one.config.division.recompute
+    tight = fitting.fit_row(site(gpu_memory=f"{found.peak - 1} B"), one)
+    assert not tight.fits and tight.peak == found.peak

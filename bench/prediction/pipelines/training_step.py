@@ -285,13 +285,9 @@ def memory_by_kind(model: PipelineModel, stage: int, peak: float,
                    activations: float) -> dict[str, float]:
     """Return the peak bytes of the first rank of a stage by kind.
 
-    Values, gradients, masters and moments are by dividing the model.  All else are buffers: of
-    collectives, of gathered weights, and intermediate arrays.
-
-    Parameters
-    ----------
-    stage, peak, activations
-        As `fullest_stage` returns.
+    The stage, its peak and the activations, saved for backward at that moment, are as
+    `fullest_stage` returns them.  Values, gradients, masters and moments are by dividing the
+    model.  All else are buffers: of collectives, of gathered weights, and intermediate arrays.
     """
     parts = [state_by_kind(model.stack.dtype, count, model.zero, shards)
              for count, shards in zip(parameters_of_ranks(model)[stage], shards_of(model))]

@@ -80,7 +80,8 @@ def map_remarks(asked: Training) -> list[str]:
 def context_parts(asked: Training, places: Sequence[ContextPlace]) -> list[Part]:
     """Make the table, say where each way wins, and what was assumed."""
     def both(name: str, scale: float, form: str, group: str) -> list[Column]:
-        return spread(lambda one: [scale * getattr(one.ways[way], name) for way in CONTEXT_WAYS],
+        return spread(lambda one: [float(scale * getattr(one.ways[way], name))
+                                   for way in CONTEXT_WAYS],
                       form, group, CONTEXT_WAYS, align=".")
     return [asked.machine.described,
             f"{asked.gpt.name}, one layer, one sequence, {asked.dtype}, {SCHEME} in a grid",

@@ -1,5 +1,7 @@
 """``bench experts`` verifies a layer of experts, and measures its parts, words and balance."""
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,7 +10,10 @@ from mpi4py import MPI
 from bench.errors import UsageError, WrongResult
 from bench.experiments.experts import measured, verification
 from bench.experiments.experts.measured import PARTS
-from bench.experiments.experts.problem import ROUTINGS, ExpertsCase, ExpertsSubject, make_mesh
+from bench.experiments.experts.plain import PlainExperts
+from bench.experiments.experts.problem import (ROUTINGS, ExpertsCase, ExpertsSubject, make_mesh,
+                                               routing_settings)
+from bench.experiments.torch import models
 from bench.instruments.timing import Limits
 from bench.records import folder, run_file
 from bench.records.measurements import Measurements, Variable
@@ -17,6 +22,7 @@ from bench.validation.files import check_file
 from made_up_torch import make_up
 from mm3d.model.experts.layer import Experts
 from records import format_record, invented, written
+from support import ROOT, run_python
 
 LIMITS = Limits(2, 2, 1.0)
 CASE = ExpertsCase(Experts(5, capacity=1.1, gate="mixtral"), 12, 20, 4, 7, "float64")
@@ -209,3 +215,44 @@ def test_trainings_that_differ_in_balance_and_seed_are_drawn_together():
     assert losses[0] == [1.0, 1.25] and losses[1] == [1.0, 1.0] and losses[2][1] == 1.5
     assert entropies[0] == [0.7, 0.7]    # of the last tenth of the steps
     assert [one.get_text() for one in drawn.axes[0].get_xticklabels()] == ["0", "0.1"]
+
+
+@pytest.mark.parametrize("chosen", [
+    {}, {"capacity": 0.6}, {"capacity": 0.6, "order": "choice", "gate": "switch"},
+    {"gate": "sigmoid-bias", "top": 3, "convention": "megablocks"}])
+def test_pytorch_s_ways_compute_the_same(chosen):
+    """Where PyTorch is installed: outputs and gradients in float32, as its grouped products are.
+    """
+    torch = pytest.importorskip("torch")
+    case = replace(CASE, experts=Experts(5, **{"gate": "mixtral", **chosen}), dtype="float32",
+                   hidden=16, wide=32)
+    arrays = {**case.activations(), **case.parameters()}
+    arrays |= {f"router.weight {name}": case.router_weight(name) for name in ROUTINGS}
+    layer = models.TorchExpertsLayer(torch,
+                                     {"routing": routing_settings(case.experts, case.tokens)},
+                                     arrays)
+    ways = [way for way, problem in layer.ways().items() if not problem]
+    assert ways[:2] == ["loop", "padded"]
+    for routing in ROUTINGS:
+        weights = {**case.parameters(), "router.weight": case.router_weight(routing)}
+        x, dy = (arrays[name].reshape(case.tokens, -1) for name in ("input", "output gradient"))
+        plain = PlainExperts(case.experts, weights, x)
+        slopes = plain.gradients(dy.astype(np.float64))
+        for way in ways:
+            found = layer.check(way, routing)
+            expected = {"output": plain.output(), "input gradient": slopes["input"],
+                        **{f"gradient of {name}": slopes[name] for name in weights}}
+            for name, a in expected.items():
+                error = np.linalg.norm(found[name] - a) / np.linalg.norm(a)
+                assert error < 1e-4, (way, routing, name)
+
+
+def test_subjects_of_pytorch_s_processes_are_there():
+    """Their names are texts where they are started; without PyTorch nothing asks for them."""
+    folder = Path(models.__file__).parent
+    named = sorted({name for path in (ROOT / "bench").rglob("*.py") for name in re.findall(
+        r'"((?:models|parallel|pipeline|colossal):\w+)"', path.read_text())})
+    done = run_python("-c", f"from pkgutil import resolve_name\n"
+                      f"assert all(isinstance(resolve_name(name), type) for name in {named})",
+                      cwd=folder)
+    assert done.returncode == 0 and len(named) >= 5, done.stderr

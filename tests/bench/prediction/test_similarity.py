@@ -14,7 +14,7 @@ from bench.cluster.spec import Cluster
 from bench.errors import UsageError
 from bench.instruments.placement import direction_order
 from bench.prediction.machine_model import load_machine
-from bench.prediction.seconds import work_seconds
+from bench.prediction.seconds import collective_terms, work_seconds
 from bench.prediction.similarity import (emulating_machine, shrink_machine, split_seconds,
                                          work_scale)
 from bench.records import run_file
@@ -214,3 +214,15 @@ def test_the_machine_s_seconds_are_those_of_its_model():
         "seconds"]
     one = emulated.of_run(row_of("weak", "1d", 8), run)
     assert one.original == one.predicted == pytest.approx(1.0)
+
+
+def test_sums_of_replicas_between_nodes_are_exchanges():
+    """Each of a node's 4 ranks sends half of its array to the other node, through one link."""
+    machine = emulating_machine(load_machine("longhorn"), 1.0, 20.0, Cluster.parse("2x4:50Mbit"))
+
+    def seconds(kind: str, direction: str) -> float:
+        return collective_terms(machine, Collective(kind, direction, 8, 1, 8000))["network"]
+    once = 4 * 8000 / 2 / machine.network.bytes_per_second
+    assert seconds("reduce_scatter", "d") == seconds("all_gather", "d") == pytest.approx(once)
+    assert seconds("all_reduce", "d") == pytest.approx(2 * once)
+    assert seconds("reduce_scatter", "x") < once / 3    # a ring through both nodes

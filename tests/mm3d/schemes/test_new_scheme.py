@@ -4,15 +4,22 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+from mpi4py import MPI
 
+import mm3d
 from bench.prediction import machine_model, planner, work_list
 from bench.prediction.closed_form_plan import screen_grid, screen_grids
 from bench.records import run_file
+from mm3d.arrays.products import matmul, matmul_nt, matmul_tn
+from mm3d.grid.layout import Layout
 from mm3d.model.stack import Stack
 from mm3d.schemes import find_scheme
 from mm3d.schemes.closed_form import ProductShape
+from mm3d.schemes.product import Product
 from mm3d.schemes.scheme import REGISTERED
+from mm3d.schemes.serial import Serial
 from mm3d.tracing import dry_run
 from mm3d.tracing.events import Gemm
 from support import ROOT, run_python, run_ranks
@@ -198,3 +205,42 @@ def test_local_products_are_those_of_a_dry_run(name, ranks):
             assert local.count == sum(done.values()), (grid, part)
             assert local[:3] == tuple(max(getattr(event, side) for event in done)
                                       for side in "mnk"), (grid, part)
+
+
+class Plain(Product):
+    """C = A B on each rank, from the three forms alone."""
+
+    def __init__(self, weight):
+        self.weight = weight
+
+    def ab(self, A, B):
+        return matmul(A, B)
+
+    def abt(self, dC, B):
+        return matmul_nt(dC, B)
+
+    def atb(self, A, dC):
+        return matmul_tn(A, dC)
+
+
+class FromScratch(Serial):
+    """The serial scheme with `Plain` products."""
+
+    @classmethod
+    def product(cls, *arguments):
+        return Plain(Layout("," * (len(arguments[2]) - 1)))
+
+
+@pytest.mark.parametrize("recompute", ["none", "full+selective"])
+def test_a_product_needs_three_forms(recompute):
+    """Forward, backward and a tied head follow from them."""
+    found = []
+    for kind in (Serial, FromScratch):
+        mesh = mm3d.Mesh(MPI.COMM_SELF, 1, "serial")
+        mesh.scheme.__class__ = kind
+        model = mm3d.GPT(mesh, layers=1, hidden=8, heads=2, vocab=11, batch=2, seq=4,
+                         recompute=recompute, dtype="float64")
+        loss = model.step(*(np.arange(8).reshape(2, 4) + n for n in range(2)))
+        found.append([loss, *(p.grad.copy() for p in model.trained)])
+    assert all(np.array_equal(a, b) for a, b in zip(*found, strict=True))
+    assert len(found[0]) > 10

@@ -23,6 +23,7 @@ from mm3d.tracing.events import Boundary, Call, Collective, Gemm, MemoryPass, Ov
 from mm3d.transport.communicators import DryCommunicator
 from mirror import Mirror, mirrored
 from models import CHOSEN, PARALLELISMS, SIZES as PLAIN, Parallelism
+from support import run_python
 
 # Squares and lines of every scheme on every grid of the other tests, and serial.
 CASES = {n: [Parallelism("serial"), *found] for n, found in PARALLELISMS.items()}
@@ -372,3 +373,18 @@ def test_assumed_choices_are_even_and_each_token_s_are_different():
         assert (before[1] == [np.bincount(column[:7], minlength=E) for column in chosen.T]).all()
         got = counts.sum(0)
         assert got.max() - got.min() <= 1
+
+
+def test_messages_between_stages_need_no_mpi():
+    """Verbs that only count never initialize it."""
+    done = run_python("-c", """
+import mpi4py
+mpi4py.rc.initialize = False
+import mm3d
+from mm3d.tracing import dry_run
+trace = dry_run.trace(lambda comm, dry: mm3d.GPT(
+    mm3d.Mesh(comm, stages=2, grid=(1, 1, 1), backend=dry), layers=2, hidden=8, heads=2, vocab=8,
+    batch=2, seq=4, microbatches=2, schedule="zb-h1"), 2)
+assert trace.peak > 0 and not mpi4py.MPI.Is_initialized()
+""")
+    assert done.returncode == 0, done.stderr

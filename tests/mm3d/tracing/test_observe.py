@@ -6,6 +6,7 @@ import pytest
 
 import mm3d
 from bench.checks.layer_residuals import LayerErrors
+from bench.experiments.products.problem import LocalProducts, Problem, product_grid
 from mm3d.tracing.events import Collective, Gemm, LayerEvent, Observer
 from mm3d.tracing.observe import observed
 from models import SIZES
@@ -118,3 +119,17 @@ def test_who_sees_arrays_of_a_forward_before_its_time(comm):
         with observed(model.grid, look, model):
             model.backward(model.random("output gradient"), saved)
         assert not any("dA" in name for name in look.errors)
+
+
+@pytest.mark.ranks(1, 4)
+def test_local_products_are_replayed_in_their_order(comm):
+    """Those of the linear layers, and no stacks of attention's."""
+    scheme = "2d" if comm.size == 4 else "3d"
+    problem = Problem(scheme, "abt", product_grid(scheme, comm, backend="numpy"), (12, 20, 8),
+                      "float32")
+    noting, before = Noting(Gemm), vars(problem.grid.backend).copy()
+    with observed(problem.grid, noting):
+        replay = LocalProducts(problem.backward, problem.grid, "float32")
+    assert vars(problem.grid.backend) == before
+    assert [(a.shape[0], a.shape[1], b.shape[1]) for a, b, _ in replay.calls] == [
+        (event.m, event.n, event.k) for event, _ in noting.events]

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import mm3d
+from mm3d.grid.agreement import format_ranks
 from mm3d.tracing import status_board as board
 from mm3d.tracing.watchdog import Watchdog, is_stalled
 from support import run_python, run_ranks
@@ -175,3 +176,8 @@ sys.exit(status)
 def test_a_time_that_cannot_be_meant(seconds):
     with pytest.raises(ValueError, match="give a positive number"):
         Watchdog(None, seconds)
+
+
+def test_ranks_are_named_in_runs():
+    assert format_ranks([3]) == "rank 3" and format_ranks([0, 1]) == "ranks 0, 1"
+    assert format_ranks([0, 1, 2, 4, 6, 7]) == "ranks 0 to 2, 4, 6, 7"

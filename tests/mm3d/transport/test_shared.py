@@ -406,3 +406,56 @@ def test_no_weight_changes_before_all_have_read_it(comm, monkeypatch, grid, back
     expected = trained(comm, monkeypatch, grid, backward, late=False)
     found = trained(comm, monkeypatch, grid, backward, late=True)
     assert all(map(np.array_equal, found, expected))
+
+
+@pytest.mark.ranks(4)
+def test_a_fork_takes_nothing_with_it(comm):
+    """A child that drops all its arrays and ends does not give them back for its parent."""
+    with on_grid(comm, x=comm.size) as grid:
+        split = Split(grid.x, 0, comm.size)
+        block = split.empty((1,), np.float64)
+        block[...] = comm.rank
+        whole = split.all_gather(block)
+        child = os.fork()
+        if child == 0:
+            del block, whole
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        for turn in range(20):
+            other = split.empty((1,), np.float64)
+            other[...] = -1
+            split.all_gather(other)
+        assert np.array_equal(whole, range(comm.size))
+        del block, whole, other
+
+
+@pytest.mark.ranks(4)
+def test_an_error_on_all_ranks_leaves_the_memory_in_order(comm):
+    """Nothing is left half done by a collective that refuses its arguments."""
+    with on_grid(comm, x=comm.size) as grid:
+        split = Split(grid.x, 0, 2 * comm.size)
+        for turn in range(100):
+            term = split.term((2 * comm.size, 3), np.float64)
+            with pytest.raises(ValueError, match="does not fit"):
+                split.reduce_scatter(term[1:])
+            block = split.empty((2, 3), np.float64)
+            block[...] = turn
+            with pytest.raises(ValueError, match="does not fit"):
+                split.all_gather(block[1:])
+            assert (split.all_gather(block) == turn).all()
+
+
+@pytest.mark.ranks(8)
+@pytest.mark.parametrize("options", [{"keep": "both", "rows": "positions"},
+                                     pytest.param({}, marks=pytest.mark.slow)])
+def test_steps_after_the_second_make_no_new_region(comm, options):
+    """What was given back in one is taken again in the next."""
+    scheme = mm3d.scheme("3d", comm, backend="numpy", **options)
+    model = mm3d.Transformer(scheme, **EVEN)
+    x, dy = model.random("x"), model.random("dy")
+    memories = [axis.transport.memory for axis in scheme.grid.axes.values()]
+    regions = []
+    for _ in range(5):
+        model.backward(dy, model.forward(x)[1])
+        regions.append([len(memory.regions) for memory in memories])
+    assert min(regions[1]) > 0 and regions[1:] == regions[1:2] * 4
