@@ -17,8 +17,11 @@ from bench.prediction.published.published_steps import (COLUMNS, choices, fit_to
 from bench.prediction.pipelines.training_step import (SHARES, flops_of_step, memory_by_kind,
                                                       parameters_of_ranks, predict_step)
 from bench.reports.measured_tables import step_parts
+from mm3d.grid.shape import GridShape
 from mm3d.model.stack import Stack
 from mm3d.schemes import find_scheme
+from mm3d.tracing import dry_run
+from mm3d.training.optimizers import AdamW
 from mm3d.training.schedules import build
 from support import ROOT
 
@@ -111,6 +114,18 @@ def test_memory_by_kind_is_the_peak_of_the_dry_run():
         2, 4, 4, 8]
     many = by_kind(replace(gpt(2, 16), stack=replace(gpt().stack, batch=32)))
     assert many["all"] == found["all"]    # more micro-batches need no more
+
+
+def test_memory_by_kind_where_the_peak_moves_with_the_layers():
+    """With few it lies where no activations are: the largest table is summed."""
+    model = PipelineModel(build("1f1b", 1, 1), "1d", (GridShape("x", (1,)),), Stack(
+        12, 768, 12, 1, 1024, dtype="float16", causal=True), vocab=50257, data=8, zero=1,
+        named="1f1b")
+    found = memory_by_kind(model, *fullest_stage(model, optimizer=True))
+    assert found["all"] == sum(value for name, value in found.items() if name != "all")
+    assert found["all"] == dry_run.trace(
+        lambda *where: model.build(model.schedule, 12, *where, "float32"), 8, events=False,
+        step=lambda one, trace: (change := AdamW(one, 1e-3).step, one.rehearse(), change())).peak
 
 
 def test_operations_are_those_of_narayanan():
