@@ -16,8 +16,8 @@ from mm3d.schemes import find_scheme
 class RowFit:
     """The recomputation of a row, and whether it fits the memory of a rank.
 
-    `peak` are the bytes of a rank at its peak, by a dry run, None if its memory is unknown, and
-    then it `fits`; `chosen` is whether no other policy was tried than `recompute`.
+    `peak` are the bytes of a rank at its peak, by a dry run; None if the rank's memory is unknown:
+    the row `fits` then.  `chosen` is whether no other policy was tried than `recompute`.
     """
 
     recompute: str

@@ -32,7 +32,7 @@ def multiples(rounding: str) -> dict[str, int]:
 def check_forward(errors: Any, layer: Any, x: np.ndarray, y: np.ndarray) -> None:
     """Check the output `y` of queries, keys and values `x`, blocks of this rank.
 
-    They are (batch, seq, features) and (batch, seq, 3, features); `errors`, the
+    x is (batch, seq, 3, features) and y (batch, seq, features); `errors`, the
     `bench.checks.layer_residuals.LayerErrors`, keeps the errors and draws the samples.
     """
     sequence, heads = _sample(errors, layer, y)

@@ -29,8 +29,8 @@ GREATEST_LATENCY = 10.0                  # seconds
 class Cluster:
     """Nodes on one switch, each with a link of its own to it; UsageError if it cannot be built.
 
-    A node has at most so many ranks.  The rate of its link is in bit/s in each direction, None for
-    no limit, and delays what it sends by the latency, in seconds.
+    A node has at most `ranks` ranks.  Its `link` carries so many bit/s in each direction, None for
+    no limit, and delays what the node sends by the latency, in seconds.
     """
 
     nodes: int

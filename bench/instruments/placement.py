@@ -20,7 +20,7 @@ GroupSizes = dict[str, int]
 
 @dataclass(frozen=True)
 class Placement:
-    """The assignment of a grid's ranks to nodes, both in the order of the grid.
+    """The assignment of a grid's ranks to nodes, numbered in the order of the grid's ranks.
 
     Directions are placed from the one that varies slowest to the one that varies fastest; those
     within nodes are of more than one rank, and all of their lines lie within a node.

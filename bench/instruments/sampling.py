@@ -210,7 +210,7 @@ def samples_along(scales: dict[str, Sequence], found: Sequence[tuple[Sequence[fl
 
 def measure_in_random_order(points: list, seed: int, measure: Callable,
                             progress: Callable[[str], None] = lambda line: None) -> list:
-    """Measure the points in random order; return results in theirs, with progress by tenths."""
+    """Measure points in random order; return results in theirs; tell progress by tenths."""
     found = [None] * len(points)
     for done, index in enumerate(np.random.default_rng(seed).permutation(len(points)), start=1):
         found[index] = measure(*points[index])

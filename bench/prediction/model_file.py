@@ -75,9 +75,9 @@ class ModelFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def load_model(name: str, **changed: int | None) -> ModelFile:
     """Read a supplied model by its name, or a file: a `ModelFile` in TOML, or a config.json.
 
-    Of a config.json its folder would do.  `changed` are other sizes than those of the file, None
-    for the file's.  Raises UsageError when there is no such model, the file does not describe one,
-    or nothing here computes it.
+    A config.json may be named by its folder.  `changed` are other sizes than those of the file,
+    None for the file's.  Raises UsageError when there is no such model, the file does not describe
+    one, or nothing here computes it.
     """
     path = Path(name)
     if path.suffix != ".json" and not (path / CONFIG).is_file():

@@ -33,7 +33,7 @@ SHARED_MEMORY = Level(0.0, 1e30)    # inside a node: copies are software
 def shrink_machine(machine: Machine, factor: float) -> Machine:
     """Return a machine that takes 1/factor^2 of the time when lengths are divided by `factor`.
 
-    Hidden size and sequence length are; `machine` is the one for the model before.
+    Hidden size and sequence length are divided; `machine` is for the undivided model.
     """
     square = factor ** 2
 

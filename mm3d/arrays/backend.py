@@ -86,8 +86,9 @@ class Backend:
         return a
 
     def gemm(self, a: Array, b: Array, out: Array, progress: Progress = None) -> Array:
-        """Multiply matrices of one dtype into `out`, and return it; 16 bits are summed in float32.
+        """Multiply (m, k) by (k, n), of one dtype, into `out`, (m, n), and return it.
 
+        Numbers of 16 bits are summed in float32.
         `progress` is called after each panel of rows, so that collectives in flight make progress.
         """
         if a.dtype.itemsize == 2:
@@ -169,7 +170,7 @@ class Backend:
     def choose_device(self, number: int, counted: float) -> None:
         """Use the device of the rank that has this `number` on its node, if there are devices.
 
-        The ranks `counted` are those of one communicator, infinitely many for the world.  After a
+        `counted` is the number of ranks of its communicator, infinite for the world.  After a
         choice among more ranks, one among fewer is ignored.  Raises ValueError when there are
         arrays on another device.
         """

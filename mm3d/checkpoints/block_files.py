@@ -118,9 +118,10 @@ def write_blocks(path: Path, arrays: list[StoredArray]) -> list[Block]:
 
 def _open_sparse() -> BinaryIO:
     """Open a file without a name, whose pages take memory when they are written."""
-    if hasattr(os, "memfd_create"):
+    try:
         return open(os.memfd_create("layout"), "w+b")
-    return tempfile.TemporaryFile()
+    except (AttributeError, OSError):    # not of this system, or not allowed
+        return tempfile.TemporaryFile()
 
 
 def _lay_out(layout: BinaryIO, arrays: list[StoredArray]) -> list[int]:
@@ -150,7 +151,11 @@ def _written_pieces(descriptor: int) -> Iterator[tuple[int, bytes]]:
         except OSError as error:
             if error.errno == errno.ENXIO:    # nothing more was written
                 return
-            raise
+            if error.errno != errno.EINVAL:
+                raise
+            for start in range(0, os.fstat(descriptor).st_size, PIECE_BYTES):    # knows no holes
+                yield start, os.pread(descriptor, PIECE_BYTES, start)
+            return
         end = os.lseek(descriptor, start, os.SEEK_HOLE)
         yield start, os.pread(descriptor, end - start, start)
 

@@ -63,9 +63,8 @@ class Piece:
         return ends[::-1] if self.transposed else ends
 
     def within(self, place: Slices) -> tuple[tuple[int | slice, ...], Slices] | None:
-        """Return the part of a block, `place` in the global array, that this piece is.
-
-        And that of the tensor, in the tensor's order; None if there is none.
+        """Return two indices: of this piece in a block, `place` in the global array, and of the
+        same elements in the tensor, in the tensor's order; None if the block has none of them.
         """
         index: list[int | slice] = []
         box = []

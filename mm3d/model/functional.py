@@ -166,7 +166,7 @@ def normalize_forward(x: Array, features: int, eps: float, total: Callable[[Arra
     The variance is computed in a second pass, from deviations from the mean, so that a large mean
     causes no cancellation.  Source: Ba, Kiros and Hinton, arXiv 1607.06450.
 
-    x is (..., local features), of so many `features` globally; ``total(sums)`` sums an array of
+    x is (..., local features); `features` is their global number; ``total(sums)`` sums an array of
     row sums over the ranks that share the rows.  Returns `out`, which receives the normalized
     rows, and 1 / sqrt(variance + eps) as (..., 1) in float32 at least.
     """

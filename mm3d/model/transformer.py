@@ -230,7 +230,7 @@ class Transformer(Trained):
 
         Returns
         -------
-        dx, operands : Array, list
+        dx, operands : Array, list of (layer, operands)
             This rank's block of the input's gradient; and the operands of the gradients of the
             weights.  These may contain `dy`, and the input of `forward`, which must not change
             before `backward_weights`; all other saved data can be dropped now.

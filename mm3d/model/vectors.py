@@ -18,11 +18,12 @@ class Vector:
     ``"zx@y"``, which stores b_li on the diagonal j = l; on the side of C it is ``"yx@z"``, which
     stores b_ji on the same diagonal.
 
-    Its global `shape` ends with the features of `space`, of which so many neighbours as `unit`
-    stay together.  The `layout` is of the stored blocks; `sub` says how further directions divide
-    this rank's features of it; ranks along `copies` have other rows, and store the same block.
-    The direction `line` is that after '@' in the layout, or None; its rank `root` is on the
-    diagonal, where a block of the shape `block` is stored.
+    Its global `shape` ends with the features of `space`; `unit` neighbouring features stay on one
+    rank.  The `layout` is of the stored blocks; `sub`, a list of `Split`, says how further
+    directions divide this rank's features of it; ranks along `copies`, a list of `Axis`, have
+    other rows, and store the same block.  The direction `line` is that after '@' in the layout, or
+    None; its rank `root`, None without a line, is on the diagonal, where a block of the shape
+    `block` is stored.
     """
 
     def __init__(self, space: Space, shape: tuple[int, ...], unit: int = 1) -> None:

@@ -37,6 +37,7 @@ class Tensor:
 def find_tensors(folder: Path, kind: str) -> dict[str, Tensor]:
     """Return all tensors of a folder of the family `kind` by their full names, without buffers.
 
+    The folder has ``model.safetensors``, or several files and ``model.safetensors.index.json``.
     Raises OSError when a file is missing or damaged; ValueError when a tensor is there twice, or
     not where the index says, or of an unknown type.
     """

@@ -63,7 +63,7 @@ class RowPanels:
 
 
 class _JoinedPanels(Pending):
-    """Hold the sums of panels, which `finish` completes one by one; with the last one go all."""
+    """Hold the sums of panels, which `finish` completes; testing the last one moves all."""
 
     def wait(self) -> Array:
         if self.finish is not None:

@@ -21,7 +21,8 @@ class Trace(Observer):
     events : Counter
         Number of times that each (phase, part of a layer, Event) occurred.
     traffic : dict
-        By phase, traffic as `Grid.traffic` returns it; for "sums" what moves outside of passes.
+        By phase, "forward", "backward" or its halves, traffic as `Grid.traffic` returns it; for
+        "sums" what moves outside of passes.
     times : int
         Number of equal events that each event counted from now on stands for.
     pool_peak, peak, held : int

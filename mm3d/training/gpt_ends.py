@@ -105,7 +105,7 @@ def build_ends(schedule: Schedule, stage: int, chunks: list[Transformer], vocab:
 
 
 def check_scheme(scheme: Any, tied: bool) -> None:
-    """Raise ValueError for a scheme that says no layout of an embedding's table."""
+    """Raise ValueError for a scheme without the layout of an embedding's table."""
     if not hasattr(scheme, "down_weight"):
         raise ValueError(f"scheme {scheme.name!r} has no down_weight: a {'tied ' * tied}GPT needs "
                          f"it, another scheme would do")

@@ -36,7 +36,7 @@ class MpiTransport:
     def take_moved(self) -> float:
         """Return the words that this rank has moved since the last call.
 
-        They are received in messages; in shared memory copied, or read from others to be summed.
+        Words count that it receives in messages or, in shared memory, copies or reads from others.
         NaN where a library sums, by an algorithm that it chooses.
         """
         moved, self._moved = self._moved, 0

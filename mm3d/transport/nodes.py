@@ -38,7 +38,10 @@ def create_node_communicator(comm: MPI.Intracomm) -> MPI.Intracomm:
 
 
 def own_node(comm: MPI.Intracomm) -> int:
-    """Return the number of this rank's node: its first rank in `comm`; all ranks must call it."""
+    """Return the number of this rank's node: its first rank in `comm`; all ranks must call it.
+
+    Raises ValueError for a wrong ``MM3D_NODE_SIZE``.
+    """
     wanted = emulated_node_size()
     node = create_node_communicator(comm)
     numbers = gather_nodes(node, comm.rank)    # in `comm`, of the ranks on this node

@@ -145,7 +145,7 @@ class SharedTransport(MpiTransport):
 
     def _shared_terms(self, a: Array, lease: _SharedLease | None,
                       call: PackedCall) -> tuple[Array, Array]:
-        """Return the first rank's term and the others', in shared memory; `a` may be there."""
+        """Return the first rank's term and the others', in shared memory, where `a` may lie."""
         if lease is not None and lease.partner is not None:
             first, others = (lease.partner, a.base) if self.rank else (a, lease.partner)
             if self.memory.synchronize(call, lease.number):

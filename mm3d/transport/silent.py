@@ -11,10 +11,10 @@ from mm3d.transport.pending import Pending
 
 
 class SilentTransport(MpiTransport):
-    """Do nothing in every collective, but hold its buffers as long as MPI does: they are counted.
+    """Move nothing; hold buffers as long as MPI would, so that a dry run counts their memory.
 
-    So are the float32 copies for sums of 16 bits or, with `ordered`, what `OrderedTransport`
-    receives.
+    Counted are also the float32 copies for sums of 16 bits or, with `ordered`, what
+    `OrderedTransport` receives.
     """
 
     name = "silent"

@@ -56,7 +56,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Way:
-    """State how a step is computed: the types of arrays, and of parameters and gradients if other.
+    """State how a step is computed, in the `dtype` of arrays, and of parameters without `master`.
 
     Sums are those of its micro-batches, of the order of features and sequences that a seed draws,
     0 for their own, and of the scheme and grid that divide it among the ranks.

@@ -106,9 +106,9 @@ def dilation_factor(software: float, predicted: float, share: float,
                     link: float | None) -> float:
     """Return the least factor, of two digits, at which software takes at most its share of a step.
 
-    `software` and `predicted` are seconds of a step: without links and waits, and for these alone;
-    a share of 0 is any; `link` is the rate of links that are not slowed, in bit/s, None for no
-    limit.
+    `software` are the seconds of a step without links and waits, `predicted` those of links and
+    waits alone; a share of 0 is no bound; `link` is the rate of links that are not slowed, in
+    bit/s, None for no limit.
     """
     if software <= share * predicted or not share:
         return 1.0

@@ -66,10 +66,10 @@ class History:
 class HistoryFile:
     """The file of a history, opened for appending and locked, and made if it does not exist.
 
-    The lock is released when the process ends, however it ends.  So is the folder, of checkpoints,
-    made; `settings` determine the curve.  Raises StoreError when the file cannot be opened, or
-    another training has it open; UsageError when the folder is of another training, with what
-    differs.
+    The lock is released when the process ends, however it ends.  The folder, that of checkpoints,
+    is made if it is missing; `settings` determine the curve.  Raises StoreError when the file
+    cannot be opened, or another training has it open; UsageError when the folder is of another
+    training, with what differs.
     """
 
     def __init__(self, folder: str | os.PathLike, settings: dict[str, Setting]) -> None:

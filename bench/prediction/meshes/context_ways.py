@@ -28,7 +28,7 @@ LENGTHS = (8192, 32768, 131072, 524288)    # of sequences, by default
 class ContextWay:
     """What the first rank moves along a context, forward and backward, in words and seconds.
 
-    Seconds are `hidden` if what moves went on behind attention; bytes at the peak have parameters.
+    `hidden` are the seconds if what moves went on behind attention; `peak` bytes have parameters.
     """
 
     words: int

@@ -151,7 +151,8 @@ def chunk_terms(model: PipelineModel, machine: Machine, layers: int, grid: GridS
                 end: str, inside: str = "") -> Spent:
     """Predict the seconds of one micro-batch in `layers` layers, and of sums, at full figures.
 
-    Their stage has a grid, and the ends of a GPT that `_end_of` names.
+    `grid` is that of their stage; `end` says which ends of a GPT it has: "first", "last", both or
+    none; `inside` is as of `predict_pipeline`.
     """
     whole = model if end else replace(model, vocab=0)
     stage = model.schedule.ranks - 1 if end == "last" else model.grids.index(grid)

@@ -39,7 +39,7 @@ class ComparedPipeline:
 
 
 def timed(name: str, pipeline: ComparedPipeline) -> Timeline:
-    """Build a schedule, check it and time it; UsageError when there is none of such a pipeline."""
+    """Build, check and time a schedule; UsageError if unknown, or not for such a pipeline."""
     with as_usage_error():
         schedule = build(name, pipeline.ranks, pipeline.microbatches, kept=pipeline.kept,
                          times=pipeline.stage_times(pipeline.ranks), memory=pipeline.memory)

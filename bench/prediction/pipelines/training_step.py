@@ -38,7 +38,7 @@ GPU_KERNELS = ("own", "fused")    # of `Machine.kernels`
 
 @dataclass(frozen=True)
 class TrainingStep:
-    """The predicted seconds of a step of training; `work` is `shares` but hops and the bubble."""
+    """The predicted seconds of a step of training; `work` has `shares` without hops and bubble."""
 
     seconds: float
     pipeline: PredictedPipeline

@@ -44,7 +44,10 @@ KIND_NAMES = {path.stem for path in Path(__file__).parent.glob("*.py")} - {"__in
 
 
 def derive(record: Any) -> Derived:
-    """Compute what follows from the measured numbers; any of `UNLIKE` where they cannot be."""
+    """Compute what follows from the measured numbers.
+
+    Raises one of `run_file.UNLIKE` where a record is not what its schema says.
+    """
     find = getattr(module_of(record.kind), "derive", lambda record: {})
     with np.errstate(all="ignore"):    # checks of the record find NaN and infinity
         return find(record)

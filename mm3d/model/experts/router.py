@@ -1,5 +1,4 @@
-"""Compute the logits of a router, and the expert that every token goes to beside those it chooses.
-"""
+"""Define the router, and the shared expert, which every token goes to as well."""
 
 from typing import Any
 
