@@ -214,6 +214,6 @@ def _remarks(rules: Rules) -> Notes:
         "as many ranks of tensor parallelism as they need, at most a node's; it derives the "
         "stages from the replicas and these from the stages, so the planner chooses both",
         "the tree wants more than 4 micro-batches a stage where there are more than 8 stages",
-        "memory is exact, that of a dry run of a step; seconds are a model; slower, and what a "
+        "memory follows from dry runs of a few layers; seconds are a model; slower, and what a "
         f"plan loses the most by, are beside the planner's, which above {FEW_GPUS} GPUs may be "
         f"{DOUBT:.0%} slower than the fastest"])

@@ -177,7 +177,7 @@ def remarks(training: Training, found: Found) -> Notes:
         "of the mesh that varies fastest from rank to rank (d among these replicas, r across "
         "copies, s stages)" + "; one direction: of 3-D grids those that divide x or z alone"
         * any("one direction" in name for name in found.families),
-        f"memory is exact, that of a dry run of a step, by which {len(found.unfit)} plans did not "
+        f"memory follows from dry runs of a few layers, by which {len(found.unfit)} plans did not "
         f"fit; seconds are a model",
         "MFU: operations of all products over the seconds and the rate of products of the "
         "machine, forward and twice again backward, scores without regard to the mask, and the "
